@@ -5,8 +5,12 @@ Owns the shape of a page on the host and the account of a tier. One thread reads
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,14 +55,39 @@ class PageLayout:
 
 
 def empty_pages(name: str, max_bytes: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Memory of a tier, which the system gives when it is first written. ValueError: so much is not to be had."""
+    """Memory of a tier, which a thread takes from the system meanwhile (`take_memory`). ValueError: so much is not to be had."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if max_bytes > memory:
         raise ValueError(f"kv_store: a {name} tier of {max_bytes} bytes is more than the machine's memory, {memory}: give less")
     try:
-        return np.empty(shape, dtype)
+        pages = np.empty(shape, dtype)
     except MemoryError:
         raise ValueError(f"kv_store: there is no memory for a {name} tier of {max_bytes} bytes: give it less") from None
+    threading.Thread(target=take_memory, args=(weakref.ref(pages),), name="jaxserve-kv-memory", daemon=True).start()
+    return pages
+
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which leaves what is written as it is
+_PIECE = 16 << 20  # bytes that are taken at once
+_SYSTEM_PAGE: int = os.sysconf("SC_PAGE_SIZE")
+
+
+def take_memory(pages: Callable[[], np.ndarray | None]) -> None:
+    """Takes an array's memory from the system, piece by piece, while others may write it already.
+
+    Memory that is first written while requests run costs far more than the bytes copied there: 0.57 ms for 256 KiB of KV in
+    place of 0.015 (a virtual machine of two AMD EPYC cores, 2026-11-26). Where the system has no such call, memory is taken when it
+    is written. pages: the array, as long as it is there.
+    """
+    madvise, start = ctypes.CDLL(None).madvise, 0
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    while (array := pages()) is not None and start < array.nbytes:
+        first = (array.ctypes.data + start) // _SYSTEM_PAGE * _SYSTEM_PAGE
+        end = array.ctypes.data + min(start + _PIECE, array.nbytes)
+        if madvise(first, end - first, _POPULATE_WRITE):
+            return
+        start += _PIECE
+        del array
 
 
 @dataclass

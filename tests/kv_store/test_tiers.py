@@ -1,8 +1,12 @@
 """Tiers: what was written is read bit for bit, within the bound, and what can't be used is not."""
 
+import ctypes
 import errno
 import logging
 import os
+import platform
+import sys
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +16,7 @@ from jaxserve.kv_store import disk, host
 from jaxserve.kv_store.blob import blob_bytes, unpack_page
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
-from jaxserve.kv_store.tier import PageLayout
+from jaxserve.kv_store.tier import PageLayout, take_memory
 from tests.kv_store.pages import LAYOUT, blob_of, empty, hash_of, page_of
 
 BLOB_BYTES = blob_bytes(LAYOUT)
@@ -110,6 +114,47 @@ def test_a_host_tier_beyond_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(host.np, "empty", refuse)
     with pytest.raises(ValueError, match="no memory for a host tier"):
         HostTier(LAYOUT, 1 << 20)
+
+
+def resident_share(pages: np.ndarray) -> float:
+    """How much of an array's memory the system has given."""
+    size = os.sysconf("SC_PAGE_SIZE")
+    first = pages.ctypes.data // size * size
+    given = np.empty(-(-(pages.ctypes.data + pages.nbytes - first) // size), np.uint8)
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    assert mincore(first, len(given) * size, given.ctypes.data) == 0
+    return float((given & 1).mean())
+
+
+needs_populate = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
+    reason="needs Linux 5.14 or newer, which gives memory before it is written",
+)
+
+
+@needs_populate
+def test_memory_is_taken_before_it_is_written():
+    """All of it, and what is written already stays as it is."""
+    pages = np.empty(64 << 20, np.uint8)
+    pages[5 << 20 : 6 << 20] = 7
+    assert resident_share(pages) < 0.2
+    take_memory(lambda: pages)
+    assert resident_share(pages) == 1
+    assert (pages[5 << 20 : 6 << 20] == 7).all()
+
+
+@needs_populate
+def test_a_host_tier_has_its_memory_soon():
+    tier = HostTier(LAYOUT, 64 << 20)
+    assert tier.write(hash_of(0), page_of(0))
+    for thread in threading.enumerate():
+        if thread.name == "jaxserve-kv-memory":
+            thread.join(30)
+    assert resident_share(tier._pages) == 1
+    out = empty()
+    assert tier.read(hash_of(0), out)
+    np.testing.assert_array_equal(out, page_of(0))
 
 
 def test_folders_of_others_are_not_read(tmp_path, monkeypatch):
