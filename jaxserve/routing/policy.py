@@ -96,7 +96,9 @@ class SeenBlocks:
 
     def match(self, blocks: Sequence[Hashable]) -> int:
         """How many leading blocks are known. O(log n), by bisection: all blocks before a known one are known."""
-        low, high = 0, len(blocks)
+        if not blocks or blocks[0] not in self._blocks:
+            return 0  # as of most servers
+        low, high = 1, len(blocks)
         while low < high:
             middle = (low + high + 1) // 2
             if blocks[middle - 1] in self._blocks:

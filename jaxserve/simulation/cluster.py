@@ -1,8 +1,8 @@
 """Several engines behind a router, in virtual time: what a number of replicas would make of a workload.
 
-Owns the order of events between replicas: each is brought up to a request's arrival before the router chooses. Replicas may be lost
-(failures.py). The choice is the
-real router's policy (routing/policy.py), the replicas are replica.py's or pipeline.py's.
+Owns the order of events between replicas: each is brought up to a request's arrival before the router chooses, unless its load is
+certain to be what it was. Replicas may be lost (failures.py). The choice is the real router's policy (routing/policy.py), the
+replicas are replica.py's or pipeline.py's.
 """
 
 from __future__ import annotations
@@ -99,24 +99,34 @@ class _Cluster:
         prefix_caching = any(r.prompt_token_ids for r in records.workload.requests)
         self._make = partial(make_replica, records, prefix_caching)
         self._replicas: list[SimulatedEngine | None] = [self._make() for _ in range(num_replicas)]  # None: lost, not replaced yet
+        self._quiet_until = [0.0] * num_replicas  # of those that are there
+        self._loads = {str(i): Load() for i in range(num_replicas)}  # of the same, at the present time
         self._lost: list[tuple[int, SimulatedEngine]] = []
         self._events: list[tuple[float, Failure | int]] = sorted((f.time, f) for f in failures)  # an int: of the one replaced
         self._stranded: list[int] = []  # rows that no replica is there for
         n = len(records.sent)
         self._chosen, self._num_matched = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._num_sent_again = self._num_lost_tokens = 0
+        self._now = 0.0
 
     def submit(self, row: int) -> None:
-        """The router chooses a replica for a request, all of them being at the present time."""
-        loads = {str(i): Load(*replica.load) for i, replica in enumerate(self._replicas) if replica is not None}
-        if not loads:
+        """The router chooses a replica for a request."""
+        if not self._loads:
             self._stranded.append(row)
             return
-        choice = self._policy.choose(_blocks(self._records.workload.requests[row].prompt_token_ids, self._block_tokens), loads)
-        replica = self._replicas[int(choice.server)]
+        blocks = _blocks(self._records.workload.requests[row].prompt_token_ids, self._block_tokens)
+        choice = self._policy.choose(blocks, self._loads)
+        index = int(choice.server)
+        replica = self._replicas[index]
         assert replica is not None
+        advance(replica, self._now)
         replica.submit(row)
-        self._chosen[row], self._num_matched[row] = int(choice.server), choice.num_matched
+        self._note(index, replica)
+        self._chosen[row], self._num_matched[row] = index, choice.num_matched
+
+    def _note(self, index: int, replica: SimulatedEngine) -> None:
+        """What the router sees of a replica that is at the present time."""
+        self._quiet_until[index], self._loads[str(index)] = replica.quiet_until, Load(*replica.load)
 
     def live_until(self, time: float) -> None:
         """Brings every replica to this time, through what happens before."""
@@ -130,15 +140,21 @@ class _Cluster:
         self._advance(time)
 
     def _advance(self, time: float) -> None:
-        for replica in self._replicas:
-            if replica is not None:
+        """Those replicas catch up whose load may be another by then."""
+        self._now = time
+        for index, quiet_until in enumerate(self._quiet_until):
+            replica = self._replicas[index]
+            if quiet_until < time and replica is not None:
                 advance(replica, time)
+                self._note(index, replica)
 
     def _lose(self, failure: Failure) -> None:
         replica = self._replicas[failure.replica]
         if replica is None:
             return
+        advance(replica, failure.time)
         self._replicas[failure.replica] = None
+        del self._loads[str(failure.replica)]
         self._lost.append((failure.replica, replica))
         self._policy.forget(str(failure.replica))
         insort(self._events, (failure.time + failure.seconds, failure.replica), key=itemgetter(0))
@@ -152,6 +168,7 @@ class _Cluster:
     def _replace(self, index: int, time: float) -> None:
         self._replicas[index] = replica = self._make()
         replica.now = time
+        self._note(index, replica)
         stranded, self._stranded = self._stranded, []
         for row in stranded:
             self.submit(row)

@@ -100,6 +100,11 @@ class SimulatedEngine(ABC):
         return self.scheduler.num_waiting, self.scheduler.num_running
 
     @property
+    def quiet_until(self) -> float:
+        """Until when `load` stays what it is, for certain, if nothing is submitted. Who goes by it alone need not take turns."""
+        return self.now if any(self.load) else math.inf
+
+    @property
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
@@ -158,6 +163,26 @@ class Replica(SimulatedEngine):
             self._update(schedule, self.now)
         return True
 
+    @property
+    def quiet_until(self) -> float:
+        """As `SimulatedEngine.quiet_until`: as long as steps are certain that decode who runs."""
+        num_steps, bucket, head = self._certain_run()
+        if not num_steps:
+            return super().quiet_until
+        return self.now + max(0, num_steps - 2) * (float(self.step_times.body_seconds(bucket)) + head)
+
+    def _certain_run(self) -> tuple[int, Bucket, float]:
+        """(steps of decodes that are certain, 0 if there are none; their bucket; seconds of their head)."""
+        scheduler, flying = self.scheduler, self._in_flight
+        num_seqs = scheduler.num_running
+        nothing = 0, Bucket(0, 0, 0), 0.0
+        if flying and (flying[0][0].num_decodes != num_seqs or flying[0][0].num_seqs != num_seqs):
+            return nothing
+        most = num_certain_steps(scheduler, len(flying))
+        if not most:
+            return nothing
+        return most, self.plan.select(num_seqs, num_seqs, 1), self.step_times.head_seconds(self.plan.select_head_rows(num_seqs))
+
     def _dispatch(self, schedule: Schedule) -> float:
         """The host dispatches a step, the device runs one after another; when its tokens are there."""
         demand, bucket, head_rows = self._demand(schedule)
@@ -171,15 +196,12 @@ class Replica(SimulatedEngine):
 
     def _run_of_decodes(self, until: float) -> bool:
         """Several steps at once where they are certain; False, and nothing done, where they are not."""
-        scheduler, flying = self.scheduler, self._in_flight
-        num_seqs = scheduler.num_running
-        if flying and (flying[0][0].num_decodes != num_seqs or flying[0][0].num_seqs != num_seqs):
-            return False
-        most = num_certain_steps(scheduler, len(flying))
+        most, bucket, head = self._certain_run()
         if not most:
             return False
-        bucket, head_rows = self.plan.select(num_seqs, num_seqs, 1), self.plan.select_head_rows(num_seqs)
-        head = self.step_times.head_seconds(head_rows)
+        scheduler, flying = self.scheduler, self._in_flight
+        num_seqs = scheduler.num_running
+        head_rows = self.plan.select_head_rows(num_seqs)
         if math.isfinite(until):  # a step takes no less than one that reads nothing
             most = min(most, int((until - self.now) / (float(self.step_times.body_seconds(bucket)) + head)) + 3)
         kv_tokens = kv_tokens_of_run(scheduler, scheduler.rows.order, most, self.step_times.window)

@@ -92,6 +92,11 @@ class DecodeReplica(Replica):
     def preempting(self, request: Request) -> None:
         """As `KVLoads.preempting`: the prompt's KV is stored, and what was generated is computed again."""
 
+    @property
+    def quiet_until(self) -> float:
+        """As `SimulatedEngine.quiet_until`."""
+        return min(super().quiet_until, self._due)
+
     def turn(self, until: float = math.inf) -> bool:
         """As `Replica.turn`. Loads end between steps."""
         self._arrive()

@@ -37,6 +37,40 @@ def test_one_replica_is_a_replay(policy, prefixes):
     assert one.stats.num_preemptions > 0 and (one.stats.num_hit_tokens > 0) == prefixes
 
 
+class Restless(Replica):
+    """A replica whose load may be another at any time, as far as the cluster knows."""
+
+    @property
+    def quiet_until(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
+@pytest.mark.parametrize("rate", [3.0, 30.0])
+def test_replicas_that_are_left_alone_have_the_load_they_had(policy, rate):
+    """Bit for bit what comes of asking each at each arrival, where some are idle and where all are busy; losses included."""
+    work = at_rate(shared_prefix(120, 6, 24, 8, 40, 96, 0), rate, 1)
+    failures = random_failures(4, 3, work.requests[-1].arrived_at, 0.5, 3)
+
+    def play(kind, turns):
+        def counted(records, prefix_caching):
+            replica = kind(records, PLAN, MODEL, LIMITS, 64, prefix_caching=prefix_caching)
+            turn = replica.turn
+            replica.turn = lambda *until: turns.append(1) or turn(*until)
+            return replica
+
+        return replay_cluster(work, counted, 3, make_policy(policy), block_tokens=8, failures=failures)
+
+    lazy, restless = list[int](), list[int]()
+    one, other = play(Replica, lazy), play(Restless, restless)
+    for name in ("arrivals", "scheduled", "first", "last", "gaps", "gap_counts"):
+        assert getattr(one.times, name).tolist() == getattr(other.times, name).tolist(), name
+    assert one.stats == other.stats and one.busy.tolist() == other.busy.tolist() and one.num_failures > 0
+    assert one.chosen.tolist() == other.chosen.tolist() and one.num_matched.tolist() == other.num_matched.tolist()
+    assert (one.num_sent_again, one.num_lost_tokens) == (other.num_sent_again, other.num_lost_tokens)
+    assert len(lazy) < len(restless)
+
+
 @pytest.mark.parametrize("replica", [make, make_staged])
 def test_all_tokens_are_served(replica):
     work = random_workload(200, 2, rate=60.0)

@@ -115,6 +115,19 @@ def test_lost_replicas_of_both_kinds():
             run(work, 2, 2, failures=[Failure(0.0, bad, 1.0)])
 
 
+def test_decode_replicas_that_are_left_alone_have_the_load_they_had(monkeypatch):
+    """Bit for bit what comes of asking each at each arrival, with loads of KV on their way."""
+    work = random_workload(100, 3, rate=20.0)
+    failures = [Failure(1.0, 0, 0.5), Failure(2.0, 3, 0.5)]
+    one = run(work, 2, 3, KVLink(0.02, 1e-4), failures=failures)
+    for kind in (Replica, DecodeReplica):
+        monkeypatch.setattr(kind, "quiet_until", 0.0)
+    other = run(work, 2, 3, KVLink(0.02, 1e-4), failures=failures)
+    for name in ("scheduled", "first", "last", "gaps", "gap_counts"):
+        assert getattr(one.times, name).tolist() == getattr(other.times, name).tolist(), name
+    assert one.decodes.chosen.tolist() == other.decodes.chosen.tolist() and one.decodes.stats == other.decodes.stats
+
+
 def test_requests_with_one_prefix_load_it_once():
     ids = tuple(range(1, 81))
     work = Workload("shared", tuple(WorkloadRequest(80, 3, 2.0 * i, ids) for i in range(4)))
