@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams
 from tests import alphabet_model
+from tests.kv_store.transfers import skip_unless_installed
 from tests.routing.test_router import value
 from tests.routing.test_router_servers import free_port, process, routing, wait_until
 
@@ -51,11 +52,13 @@ def expected(folder) -> list[list[list[int]]]:
 
 
 @contextlib.contextmanager
-def server(folder: Path, store: Path, role: str) -> Iterator[tuple[str, subprocess.Popen]]:
+def server(folder: Path, store: str, role: str, devices: int = 1) -> Iterator[tuple[str, subprocess.Popen]]:
+    """store: as --kv_store names it. devices: among which its heads are divided."""
     url = f"http://127.0.0.1:{free_port()}"
     flags = [f"--{name}={value}" for name, value in SETTINGS.items()]
-    flags += [f"--port={url.rpartition(':')[2]}", f"--kv_store=disk:{store}:64MiB", "--noaccess_log"]
-    with process(url, "-m", "jaxserve", "serve", str(folder), f"--role={role}", *flags) as running:
+    flags += [f"--port={url.rpartition(':')[2]}", f"--kv_store={store}", "--noaccess_log", f"--tensor_parallel_size={devices}"]
+    some = f"--xla_force_host_platform_device_count={devices}"
+    with process(url, "-m", "jaxserve", "serve", str(folder), f"--role={role}", *flags, XLA_FLAGS=some) as running:
         yield url, running
 
 
@@ -78,7 +81,8 @@ async def ask_all(url: str, phase: int, done: list[int]) -> list[list[int]]:
 @pytest.mark.slow
 def test_two_of_each_role_and_a_prefill_server_that_is_killed(folder, expected, tmp_path):
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(server(folder, tmp_path, role)) for role in ("prefill", "prefill", "decode", "decode")]
+        store = f"disk:{tmp_path}:64MiB"
+        made = [stack.enter_context(server(folder, store, role)) for role in ("prefill", "prefill", "decode", "decode")]
         client = stack.enter_context(routing(*(url for url, _ in made), min_prefill_bytes=0))
         url = str(client.base_url)
         assert client.get("/health").json()["up_by_role"] == {"prefill": 2, "decode": 2}
@@ -102,6 +106,52 @@ def test_two_of_each_role_and_a_prefill_server_that_is_killed(folder, expected, 
         wait_until(lambda: client.get("/health").json()["up_by_role"] == {"prefill": 1, "decode": 2})
         made[1][1].kill()
         wait_until(lambda: client.get("/health").json()["up_by_role"] == {"prefill": 0, "decode": 2})
+        assert asyncio.run(ask_all(url, 2, [])) == expected[2]
+
+
+def stores(kind: str, folder: Path) -> tuple[str, str]:
+    """Those of a prefill and of a decode server. The second finds in the first what the first has."""
+    if kind == "disk":
+        return f"disk:{folder}:64MiB", f"disk:{folder}:64MiB"
+    skip_unless_installed(kind)
+    first, second = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    return f"{kind}:{first}:64MiB", f"{kind}:{second}+{first}:64MiB"
+
+
+async def ask_and_leave(url: str, phase: int, count: int) -> None:
+    """So many clients go when they have their first token, and as many as soon as they have asked."""
+    body = {"max_tokens": 100, "temperature": 1.0, "ignore_eos": True, "stream": True}
+
+    async def leave(client: httpx.AsyncClient, prompt: list[int], after_first: bool) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with (
+                asyncio.timeout(None if after_first else 0.03),
+                client.stream("POST", "/v1/completions", json=body | {"prompt": prompt}) as answer,
+            ):
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: "):
+                        return
+
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        await asyncio.gather(*(leave(client, prompt, i % 2 == 0) for i, prompt in enumerate(prompts(phase)[: 2 * count])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind,devices", [("disk", (2, 1)), ("nixl", (1, 2))])
+def test_different_devices_on_both_sides_and_clients_that_leave(folder, expected, tmp_path, kind, devices):
+    """Tokens are those of one server that does both; who leaves at any time leaves no page behind."""
+    with contextlib.ExitStack() as stack:
+        named = zip(stores(kind, tmp_path), ("prefill", "decode"), devices, strict=True)
+        made = [stack.enter_context(server(folder, *one))[0] for one in named]
+        client = stack.enter_context(routing(*made, min_prefill_bytes=0))
+        url = str(client.base_url)
+        assert asyncio.run(ask_all(url, 0, [])) == expected[0]
+        assert value(client, "prefills_total", result="stored") > NUM_PROMPTS / 2 and loaded(made[1])
+        assert metric(made[0], "prefill_tokens_total") > metric(made[1], "prefill_tokens_total")
+        asyncio.run(ask_and_leave(url, 1, 8))
+        held = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        wait_until(lambda: not any(metric(server_url, name) for server_url in made for name in held))
+        assert sum(metric(server_url, "request_success_total") for server_url in made) > 2 * NUM_PROMPTS
         assert asyncio.run(ask_all(url, 2, [])) == expected[2]
 
 

@@ -142,9 +142,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def process(url: str, *command: str) -> Iterator[subprocess.Popen]:
-    """A Python process that answers at url's /health, killed at the end."""
-    running = subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+def process(url: str, *command: str, **variables: str) -> Iterator[subprocess.Popen]:
+    """A Python process that answers at url's /health, killed at the end. variables: of its environment."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+    running = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment)
     try:
         deadline = time.monotonic() + 60
         while True:
