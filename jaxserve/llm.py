@@ -186,9 +186,9 @@ class LLM:
         """Frees the KV pages, and the weights from the device; see `Engine.sleep`."""
         self.engine.sleep(level)
 
-    def wake_up(self) -> None:
-        """Ends `sleep`."""
-        self.engine.wake_up()
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Ends `sleep`, or that of "weights" or "kv_cache" alone; see `Engine.wake_up`."""
+        self.engine.wake_up(tags)
 
     def close(self) -> None:
         """Ends every request and closes the engine's demand log."""

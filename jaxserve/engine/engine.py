@@ -448,13 +448,14 @@ class Engine:
         self._drop_loads()
         self._weights.sleep(level, num_unfinished, self.pools)
 
-    def wake_up(self) -> None:
-        """Ends `sleep`: KV pages as new and, after level 1, the weights on the device."""
-        self._weights.wake_up()
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Ends `sleep`: KV pages as new and, after level 1, the weights on the device. tags: "weights" or "kv_cache" alone, so that
+        new weights can come before the pages take their memory; it sleeps until both are awake."""
+        self._weights.wake_up(tags)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether `sleep` was called and `wake_up` not yet."""
+        """Whether `sleep` was called, and `wake_up` has not woken all yet."""
         return self._weights.is_asleep
 
     def check_can_step(self) -> None:

@@ -86,7 +86,7 @@ class Follower:
             "put_pages": runner.put_pages,
             "warm_up": runner.warm_up,
             "reset": runner.reset,
-            "sleep": lambda keep_weights: runner.sleep(keep_weights=keep_weights),
+            "sleep": lambda keep_weights, parts: runner.sleep(keep_weights=keep_weights, parts=parts),
             "wake_up": runner.wake_up,
             "read_weights": self._read_weights,
             "use_weights": self._use_weights,

@@ -6,7 +6,7 @@ Owns whether the engine is asleep. Which weights fit the model is models/adoptio
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 
 from jaxserve.execution.leading_runner import AnyRunner
 from jaxserve.execution.model_functions import ModelFunctions
+from jaxserve.execution.placing import SLEEP_PARTS
 from jaxserve.hosts.group import HostGroup
 from jaxserve.models import Decoder
 from jaxserve.models.adoption import fit, placed
@@ -51,7 +52,7 @@ class WeightsAndSleep:
         self._last_read: tuple[Decoder | ShardedModel, int] | None = None  # with its number, by which the other hosts know theirs
         self._num_reads = 0
         self._reading = threading.Lock()
-        self.is_asleep: bool = False
+        self._asleep: set[str] = set()  # parts, of SLEEP_PARTS
         self.version: str = "0"
 
     def read(self, path: str | Path, dtype: str) -> Decoder | ShardedModel:
@@ -123,21 +124,29 @@ class WeightsAndSleep:
             raise ValueError(f"{level=} must be 1 (the weights move to the host) or 2 (they are let go)")
         if num_unfinished:
             raise RuntimeError(f"{num_unfinished} requests are unfinished: finish or abort them before sleep()")
-        if not self.is_asleep:
+        if awake := set(SLEEP_PARTS) - self._asleep:
             for pool in pools:
                 pool.reset()
-            self._runner.sleep(keep_weights=level == 1)
-            self.is_asleep = True
+            self._runner.sleep(keep_weights=level == 1, parts=sorted(awake))
+            self._asleep |= awake
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Collection[str] | None) -> None:
         """As `Engine.wake_up`."""
-        if self.is_asleep:
-            self._runner.wake_up()
-            self.is_asleep = False
+        if tags is not None and (not tags or not set(tags) <= set(SLEEP_PARTS)):
+            raise ValueError(f"{tags=} must be of {', '.join(SLEEP_PARTS)}; None wakes both")
+        if parts := self._asleep & set(SLEEP_PARTS if tags is None else tags):
+            self._runner.wake_up(sorted(parts))
+            self._asleep -= parts
+
+    @property
+    def is_asleep(self) -> bool:
+        """As `Engine.is_asleep`."""
+        return bool(self._asleep)
 
     def check_awake(self) -> None:
         """RuntimeError, with what to do, where nothing could run now: asleep, or without weights."""
-        if self.is_asleep:
-            raise RuntimeError("the engine is asleep: call wake_up() first")
+        if self._asleep:
+            what = "the engine is asleep" if len(self._asleep) > 1 else f"the engine's {min(self._asleep)} is asleep"
+            raise RuntimeError(f"{what}: call wake_up() first")
         if not self._runner.has_weights:
             raise RuntimeError("the engine has no weights (sleep(level=2), or a failed update): call update_params() first")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxserve.batching.layout import StepInputs
 from jaxserve.execution.page_transfer import TakenPages, TakenStages
 from jaxserve.execution.pipeline_programs import AnyPrograms
 from jaxserve.execution.pipeline_runner import PipelineRunner
+from jaxserve.execution.placing import SLEEP_PARTS
 from jaxserve.execution.programs import ProgramKey
 from jaxserve.execution.runner import BodyHandle, Runner, StepHandle, warm_up
 from jaxserve.execution.stage_reports import Result
@@ -135,15 +136,15 @@ class LeadingRunner:
             with self._together("reset"):
                 self._runner.reset()
 
-    def sleep(self, *, keep_weights: bool) -> None:
+    def sleep(self, *, keep_weights: bool, parts: Collection[str] = SLEEP_PARTS) -> None:
         """As `Runner.sleep`."""
-        with self._together("sleep", keep_weights):
-            self._runner.sleep(keep_weights=keep_weights)
+        with self._together("sleep", keep_weights, parts):
+            self._runner.sleep(keep_weights=keep_weights, parts=parts)
 
-    def wake_up(self) -> None:
+    def wake_up(self, parts: Collection[str] = SLEEP_PARTS) -> None:
         """As `Runner.wake_up`."""
-        with self._together("wake_up"):
-            self._runner.wake_up()
+        with self._together("wake_up", parts):
+            self._runner.wake_up(parts)
 
     # -- waits
 

@@ -6,7 +6,7 @@ own layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.batching.layout import StepInputs
 from jaxserve.execution.page_transfer import HEADS, TakenPages, TakenStages
 from jaxserve.execution.pipeline_programs import AnyPrograms, PipelinePrograms
-from jaxserve.execution.placing import to_device, to_host
+from jaxserve.execution.placing import SLEEP_PARTS, to_device, to_host
 from jaxserve.execution.programs import ProgramKey
 from jaxserve.execution.runner import BodyHandle, Runner, StepHandle, empty_steps, fetch_rows, warm_up
 from jaxserve.execution.stage_links import StageLink
@@ -182,25 +182,28 @@ class PipelineRunner:
         """As `Runner.num_deleted_weights`."""
         return self.stages[0].num_deleted_weights()
 
-    def sleep(self, *, keep_weights: bool) -> None:
+    def sleep(self, *, keep_weights: bool, parts: Collection[str] = SLEEP_PARTS) -> None:
         """As `Runner.sleep`."""
-        keep_weights = keep_weights and self.has_weights
-        held = self.programs.functions.weights
-        held[:] = [to_host(weight) if keep_weights else None for weight in held]
-        self.has_weights = keep_weights
-        self._free_weights()
-        for stage in self.stages:
-            stage.free()
+        if "weights" in parts:
+            keep_weights = keep_weights and self.has_weights
+            held = self.programs.functions.weights
+            held[:] = [to_host(weight) if keep_weights else None for weight in held]
+            self.has_weights = keep_weights
+            self._free_weights()
+        if "kv_cache" in parts:
+            for stage in self.stages:
+                stage.free()
 
-    def wake_up(self) -> None:
+    def wake_up(self, parts: Collection[str] = SLEEP_PARTS) -> None:
         """As `Runner.wake_up`."""
         functions = self.programs.functions
-        if self.has_weights:
+        if "weights" in parts and self.has_weights:
             for i, weight in enumerate(functions.weights):
                 functions.weights[i] = to_device(weight, functions.abstract[i])
             self._share_weights()
-        for stage in self.stages:
-            stage.allocate()
+        if "kv_cache" in parts:
+            for stage in self.stages:
+                stage.allocate()
 
 
 def make_runner(programs: AnyPrograms, hosts: HostGroup | None = None) -> Runner | PipelineRunner:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+SLEEP_PARTS: tuple[str, ...] = ("weights", "kv_cache")  # what an engine's sleep frees, and may wake alone: vLLM's tags
+
 
 def to_host(x: Any) -> Any:
     """A copy in the host's memory, for `to_device`: of a global array the parts that this process's devices have."""

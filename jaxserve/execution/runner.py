@@ -7,7 +7,7 @@ which they come.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from jaxserve.execution.body import HeadInputs
 from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
 from jaxserve.execution.page_transfer import HEADS, TRANSFER_PAGES, TakenPages, padded_ids, parts_of_group
-from jaxserve.execution.placing import to_device, to_host
+from jaxserve.execution.placing import SLEEP_PARTS, to_device, to_host
 from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs, RestHead
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.stage_reports import Result
@@ -122,22 +122,30 @@ class Runner:
         """Weights whose buffers are gone, because their owner donated or deleted them."""
         return sum(isinstance(x, jax.Array) and x.is_deleted() for x in self.programs.functions.weights)
 
-    def sleep(self, *, keep_weights: bool) -> None:
-        """Frees the KV pages and the rest of the state, and lets go of the weights, which move to the host's memory or are gone.
-        Those of a proposer move there in any case: nobody brings others."""
-        if (proposer := self.programs.proposer) is not None and isinstance(proposer.weights, list):
-            proposer.weights[:] = map(to_host, proposer.weights)
-        keep_weights = keep_weights and self.has_weights
-        held = self.programs.functions.weights
-        held[:] = [to_host(weight) if keep_weights else None for weight in held]
-        self.has_weights = keep_weights
-        self.drop_weights()
-        self.free()
+    def sleep(self, *, keep_weights: bool, parts: Collection[str] = SLEEP_PARTS) -> None:
+        """Puts these parts to sleep, which are awake. kv_cache: frees the KV pages and the rest of the state. weights: lets go of
+        them; they move to the host's memory or are gone. Those of a proposer move there in any case: nobody brings others."""
+        if "weights" in parts:
+            if (proposer := self.programs.proposer) is not None and isinstance(proposer.weights, list):
+                proposer.weights[:] = map(to_host, proposer.weights)
+            keep_weights = keep_weights and self.has_weights
+            held = self.programs.functions.weights
+            held[:] = [to_host(weight) if keep_weights else None for weight in held]
+            self.has_weights = keep_weights
+            self.drop_weights()
+        if "kv_cache" in parts:
+            self.free()
         if self._on_cpu:
             host_memory.give_back()
 
-    def wake_up(self) -> None:
-        """State as new, and the weights on the device again, if there are any."""
+    def wake_up(self, parts: Collection[str] = SLEEP_PARTS) -> None:
+        """Wakes these parts, which sleep: state as new, and the weights on the device again, if there are any."""
+        if "weights" in parts:
+            self._wake_weights()
+        if "kv_cache" in parts:
+            self.allocate()
+
+    def _wake_weights(self) -> None:
         held = self.programs.functions.weights
         if (proposer := self.programs.proposer) is not None and isinstance(proposer.weights, list):
             proposer.weights[:] = map(to_device, proposer.weights, proposer.abstract)
@@ -145,7 +153,6 @@ class Runner:
             for i, weight in enumerate(held):
                 held[i] = to_device(weight, self.programs.functions.abstract[i])
             self.share_weights()
-        self.allocate()
 
     def warm_up(self, progress: Callable[[list], Iterable] = iter) -> None:
         """Compiles every program of the plan, then runs each on a step of nothing: once on a CPU, three times on a GPU, where a new

@@ -443,8 +443,9 @@ class AsyncLLM:
         """Frees the KV pages until `wake_up`, and at level 2 the weights too. Raises RuntimeError while requests are unfinished."""
         await self._call("sleep", level=level)
 
-    async def wake_up(self) -> None:
-        await self._call("wake_up")
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """As `Engine.wake_up`. Returns whether all is awake."""
+        return await self._call("wake_up", tags=tags)
 
     def check_health(self) -> None:
         """Raises UnavailableError, with the reason, if new requests would be refused."""

@@ -164,14 +164,12 @@ def _sleep_routes(app: FastAPI, engine: AsyncLLM, metrics: Metrics) -> None:
     @app.post("/wake_up", response_model=None, **answers(Done, 400, 401, 500, 503))
     async def wake_up(
         tags: Annotated[
-            list[Literal["weights", "kv_cache"]] | None, Query(description="Both, or neither: all wakes at once.")
+            list[Literal["weights", "kv_cache"]] | None, Query(description="What wakes; by default both. It sleeps until both do.")
         ] = None,
     ) -> Response:
-        if tags is not None and set(tags) != {"weights", "kv_cache"}:
-            raise RefusedError("tags: weights and KV cache wake together; give both, or none", param="tags")
         with metrics.sleep_operation("wake"):
-            await engine.wake_up()
-        return _json(Done("awake", tags=tags))
+            is_awake = await engine.wake_up(tags)
+        return _json(Done("awake" if is_awake else "sleeping", tags=tags))
 
     @app.get("/is_sleeping", response_model=None, **answers(Sleeping, 401))
     async def is_sleeping() -> Response:

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
@@ -441,9 +441,11 @@ class EngineLoop:
         self.engine.sleep(level)
         self._sleep_level = level
 
-    def _wake_up(self) -> None:
-        self.engine.wake_up()
-        self._sleep_level = 0
+    def _wake_up(self, tags: Sequence[str] | None) -> bool:
+        self.engine.wake_up(tags)
+        if not self.engine.is_asleep:
+            self._sleep_level = 0
+        return not self.engine.is_asleep
 
     def stats(self) -> LoopStats:
         """The present counts. Call it on the engine's thread, or before that starts."""

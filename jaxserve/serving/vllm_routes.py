@@ -33,7 +33,7 @@ ROUTES: dict[str, str] = {
     "POST /resume": "",
     "GET /is_paused": "",
     "POST /sleep": "without `mode` it is 409 while requests are under way, and does not abort them; no `mode=keep`, no `level=0`",
-    "POST /wake_up": "`tags`: both or none, as weights and KV cache wake together",
+    "POST /wake_up": "",
     "GET /is_sleeping": "",
     "POST /reset_prefix_cache": "`reset_running_requests=true` is refused",
     "GET /server_info": "the settings are in `jaxserve_config`",

@@ -174,7 +174,7 @@ class ReplayEngine:
     def sleep(self, level: int = 1) -> NoReturn:
         raise RuntimeError("an engine without a model does not sleep")
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """It is awake."""
 
     def close(self) -> None:

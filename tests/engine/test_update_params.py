@@ -419,6 +419,38 @@ def test_weights_may_come_while_it_sleeps(engine, level):
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_wake_before_the_pages(engine, level):
+    """A trainer's order: the weights wake and change while the pages' memory is still free."""
+    before, runner = compile_counts().programs, engine.runner
+    engine.sleep(level)
+    engine.wake_up(["weights"])
+    assert engine.is_asleep and all(x.is_deleted() for x in jax.tree.leaves(runner.state))
+    assert all(isinstance(x, jax.Array) == (level == 1) for x in runner.programs.functions.weights)
+    with pytest.raises(RuntimeError, match=r"kv_cache is asleep: call wake_up\(\)"):
+        engine.add_request("x", PROMPT, GREEDY)
+    engine.update_params(OTHER)
+    engine.wake_up(["kv_cache"])
+    assert not engine.is_asleep
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
+    assert compile_counts().programs == before
+
+
+def test_what_is_half_awake_sleeps_again(engine):
+    engine.update_params(OTHER)
+    engine.sleep()
+    engine.wake_up(["kv_cache"])
+    state = jax.tree.leaves(engine.runner.state)
+    with pytest.raises(RuntimeError, match=r"weights is asleep"):
+        engine.add_request("x", PROMPT, GREEDY)
+    engine.sleep()
+    assert engine.is_asleep and all(x.is_deleted() for x in state)
+    with pytest.raises(ValueError, match=r"tags=\['kv'\] must be of weights, kv_cache"):
+        engine.wake_up(["kv"])
+    engine.wake_up(["weights", "kv_cache"])
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
+
+
 def test_sleep_with_unfinished_requests_is_refused(engine):
     engine.add_request("x", PROMPT, GREEDY)
     with pytest.raises(RuntimeError, match="1 requests are unfinished"):

@@ -56,7 +56,8 @@ def whole_llm(hosts: HostGroup | None, folder: str, other: str, **options: Any) 
     found["logprobs"] = [[(token, x.logprob) for token, x in step.items()] for step in scored.outputs[0].logprobs or ()]
     found["scores"] = [[(token, x.logprob) for token, x in (entry or {}).items()] for entry in scored.prompt_logprobs or ()]
     llm.sleep()
-    llm.wake_up()
+    llm.wake_up(["weights"])
+    llm.wake_up(["kv_cache"])
     found["awake"] = texts("b")
     llm.update_params(llm.engine.read_weights(other))
     found["other weights"] = texts("c")

@@ -54,8 +54,13 @@ def test_abort(guarded):
     assert ok(post("/sleep")) == {"status": "sleeping", "level": 1}
     assert ok(guarded.client.get("/is_sleeping")) == {"is_sleeping": True}
     assert ok(post("/wake_up?tags=weights&tags=kv_cache")) == {"status": "awake", "tags": ["weights", "kv_cache"]}
-    refusal(post("/wake_up?tags=weights"))
     assert ok(post("/wake_up")) == {"status": "awake", "tags": None}
+    refusal(post("/wake_up?tags=pages"))
+    ok(post("/sleep"))
+    assert ok(post("/wake_up?tags=weights")) == {"status": "sleeping", "tags": ["weights"]}
+    assert ok(guarded.client.get("/is_sleeping")) == {"is_sleeping": True}
+    assert ok(post("/wake_up?tags=kv_cache")) == {"status": "awake", "tags": ["kv_cache"]}
+    assert ok(guarded.client.get("/is_sleeping")) == {"is_sleeping": False}
     assert ok(post("/resume")) == {"status": "resumed"}
     assert ok(guarded.client.get("/is_paused")) == {"is_paused": False}
 

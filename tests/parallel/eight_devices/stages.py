@@ -267,7 +267,8 @@ def test_new_weights_and_sleep():
     before = compile_counts().programs
     engine.sleep()
     assert all(isinstance(x, np.ndarray) for x in runner_of(engine).programs.functions.weights)
-    engine.wake_up()
+    engine.wake_up(["weights"])
+    engine.wake_up(["kv_cache"])
     assert answers(engine, ASKS) == expected
     engine.sleep(level=2)
     engine.wake_up()
