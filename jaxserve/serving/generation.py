@@ -154,6 +154,7 @@ class CallRecord:
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)  # by prompt
+    paged_tokens: dict[str, int] = field(default_factory=dict)  # by prompt: those of whole pages, where prefixes are cached
     reasoning_tokens: int | None = None  # None: the model does not reason, or its marks are no tokens
     with_details: bool = False  # whether the usage says how many tokens of the prompts were cached
     with_versions: bool = False  # whether the weights may change
@@ -163,11 +164,25 @@ class CallRecord:
         num_prompt_tokens = sum(len(ask.prompt_token_ids) for ask in stream.asks.values())
         details, control = served.options.enable_prompt_tokens_details, served.options.enable_control
         id_, model = f"{prefix}-{request_id}", body.model or served.names[0]
-        return cls(id_, model, num_prompt_tokens, with_details=details, with_versions=control)
+        record = cls(id_, model, num_prompt_tokens, with_details=details, with_versions=control)
+        if (cache := served.engine.config.cache).enable_prefix_caching:
+            lengths = {name: len(ask.prompt_token_ids) for name, ask in stream.asks.items()}
+            record.paged_tokens = {name: length - length % cache.page_size for name, length in lengths.items()}
+        return record
 
     def add(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens[delta.request_id] = delta.num_cached_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts whose KV was cached."""
+        return sum(self.cached_tokens.values())
+
+    @property
+    def num_written_tokens(self) -> int:
+        """Tokens of the prompts that were computed, in whole pages, and are cached now."""
+        return sum(max(0, self.paged_tokens.get(name, 0) - cached) for name, cached in self.cached_tokens.items())
 
     def weight_versions(self, delta: Delta) -> WeightVersions:
         """Which weights sampled which tokens of a sample that ends with this delta, where they may change."""
@@ -177,7 +192,7 @@ class CallRecord:
         total = self.prompt_tokens + self.completion_tokens
         usage = Usage(self.prompt_tokens, self.completion_tokens, total)
         if self.with_details:
-            usage.prompt_tokens_details = PromptTokensDetails(sum(self.cached_tokens.values()))
+            usage.prompt_tokens_details = PromptTokensDetails(self.num_cached_tokens, self.num_written_tokens)
         if self.reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
         return usage

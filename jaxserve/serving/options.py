@@ -113,7 +113,7 @@ class ServerOptions(HTTPOptions):
     max_stored_responses, max_stored_bytes: the most that are kept; the least recently used go first.
 
     Of answers, as vLLM's flags of these names:
-    enable_prompt_tokens_details: the usage has prompt_tokens_details.cached_tokens.
+    enable_prompt_tokens_details: the usage has prompt_tokens_details.
     enable_force_include_usage: every stream has the usage, so far in each chunk and in a last one.
     return_tokens_as_token_ids: as if every request asked for that.
     response_role: of messages that begin a turn.

@@ -36,7 +36,10 @@ class ErrorResponse(Struct):
 
 
 class PromptTokensDetails(Struct):
+    """cached_tokens: whose KV was found; created_cache_tokens: whose KV was computed, and is found by the next request."""
+
     cached_tokens: int
+    created_cache_tokens: int
 
 
 class CompletionTokensDetails(Struct):

@@ -177,4 +177,7 @@ def test_cached_tokens_and_salt(shared_llm):
         ok(complete(server, prompt, cache_salt="one"))
         answers = [ok(complete(server, prompt, cache_salt=salt)) for salt in ("one", "two")]
         server.wait_idle()
-    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [16, 0]
+    assert [answer["usage"]["prompt_tokens_details"] for answer in answers] == [
+        {"cached_tokens": 16, "created_cache_tokens": 4},
+        {"cached_tokens": 0, "created_cache_tokens": 20},
+    ]

@@ -166,8 +166,8 @@ def _tools(body: MessagesPrompt) -> dict[str, Any]:
 
 
 def _usage(turn: Turn) -> MessagesUsage:
-    used, cached = turn.record.usage(), turn.num_cached_tokens
-    usage = MessagesUsage(used.prompt_tokens - cached, used.completion_tokens, 0, cached)
+    used, cached, written = turn.record.usage(), turn.record.num_cached_tokens, turn.record.num_written_tokens
+    usage = MessagesUsage(used.prompt_tokens - cached - written, used.completion_tokens, written, cached)
     if turn.record.reasoning_tokens is not None:
         usage.output_tokens_details = OutputTokensDetails(turn.record.reasoning_tokens)
     return usage

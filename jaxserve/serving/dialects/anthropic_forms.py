@@ -48,7 +48,8 @@ class OutputTokensDetails(Struct):
 
 
 class MessagesUsage(Struct):
-    """input_tokens: those of the prompt that were not cached."""
+    """Three counts make up the prompt. cache_read_input_tokens: whose KV was found; cache_creation_input_tokens: whose KV was
+    computed, and is found by the next request; input_tokens: the others."""
 
     input_tokens: int
     output_tokens: int

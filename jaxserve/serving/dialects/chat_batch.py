@@ -75,6 +75,7 @@ def _sum(usages: list[Usage]) -> Usage:
         total.total_tokens += usage.total_tokens
         if total.prompt_tokens_details and usage.prompt_tokens_details:
             total.prompt_tokens_details.cached_tokens += usage.prompt_tokens_details.cached_tokens
+            total.prompt_tokens_details.created_cache_tokens += usage.prompt_tokens_details.created_cache_tokens
         if total.completion_tokens_details and usage.completion_tokens_details:
             total.completion_tokens_details.reasoning_tokens += usage.completion_tokens_details.reasoning_tokens
     return total

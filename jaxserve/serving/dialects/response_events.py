@@ -109,7 +109,7 @@ class Answer:
         self.response.weight_versions = self._turn.weight_versions
         self.response.usage = ResponseUsage(
             used.prompt_tokens,
-            InputTokensDetails(self._turn.num_cached_tokens),
+            InputTokensDetails(self._turn.record.num_cached_tokens, self._turn.record.num_written_tokens),
             used.completion_tokens,
             OutputTokensDetails(self._turn.record.reasoning_tokens or 0),
             used.total_tokens,

@@ -50,7 +50,7 @@ OutputItem = MessageOutput | ReasoningOutput | FunctionCallOutput
 
 class InputTokensDetails(Struct):
     cached_tokens: int
-    cache_write_tokens: int = 0
+    cache_write_tokens: int
 
 
 class OutputTokensDetails(Struct):

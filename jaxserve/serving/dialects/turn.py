@@ -100,11 +100,6 @@ class Turn:
         self.text: str = ""
         self.token_ids: list[int] = []
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that were cached."""
-        return sum(self.record.cached_tokens.values())
-
     @classmethod
     async def open(cls, served: Served, body: ChatRequest, request: Request) -> Turn:
         """Queues the chat. Raises what refuses it."""

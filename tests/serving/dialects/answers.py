@@ -18,7 +18,7 @@ class ScriptedAnswer:
     def __init__(self, pieces: Sequence[Piece], finish_reason: str = "stop", stop_reason: int | str | None = None):
         self._pieces, self._end = pieces, (finish_reason, stop_reason)
         self.stream: Any = contextlib.nullcontext()
-        self.record = CallRecord("chatcmpl-1", "alphabet", 7, created=3)
+        self.record = CallRecord("chatcmpl-1", "alphabet", 7, created=3, paged_tokens={"r": 6})
 
     def logprobs(self, delta):
         return None

@@ -124,7 +124,8 @@ def test_events_of_every_kind_of_block():
     assert begun == [data["index"] for name, data in events if name == "content_block_stop"] == [0, 1, 2, 3]
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
     usage = events[-2][1]["usage"]
-    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, 4, 7)
+    counts = {"input_tokens": 1, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 2, "output_tokens": 7}
+    assert {name: usage[name] for name in counts} == counts
 
 
 def test_an_error_ends_the_stream():

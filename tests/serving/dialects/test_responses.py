@@ -58,6 +58,8 @@ def test_a_response(client):
     assert response.output_text == "BCD" and response.object == "response"
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.input_tokens == len("s:be;u:a;A") and response.usage.output_tokens == 3
+    details = response.usage.input_tokens_details
+    assert details.cached_tokens + details.cache_write_tokens == 8, "in pages of 4"
     assert response.temperature == 0 and response.model == "alphabet" and response.store
     stopped = create(client, extra_body={"stop": "D"})
     assert stopped.output_text == "BC" and stopped.status == "completed" and stopped.completed_at
