@@ -12,7 +12,7 @@ from jaxserve.routing.policy import hash_blocks
 BLOCK_BYTES, MAX_BLOCKS = 256, 4096
 PROMPTED = (  # requests that have a prompt
     *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"),
-    *("/v1/responses", "/v1/messages", "/inference/v1/generate"),
+    *("/v1/responses", "/v1/messages", "/inference/v1/generate", "/invocations"),
 )
 
 

@@ -29,7 +29,7 @@ from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.bodies import reading_route
 from jaxserve.serving.chat import create_chat_completion
 from jaxserve.serving.chat_page import read_chat_page
-from jaxserve.serving.chat_protocol import ChatRequest, TokenizeChatRequest
+from jaxserve.serving.chat_protocol import ChatRequest, Invocation, TokenizeChatRequest
 from jaxserve.serving.completions import create_completion
 from jaxserve.serving.control import AskAll, control_routes, routes_of_all
 from jaxserve.serving.dialects.anthropic import messages_routes
@@ -291,6 +291,13 @@ def _generation_routes(app: FastAPI, served: Served) -> None:
         request.state.user = body.user
         return await create_chat_completion(served, body, request)
 
+    @app.post("/invocations", response_model=None, include_in_schema=False)  # SageMaker's name of both
+    async def invocations(body: Invocation, request: Request) -> Response:
+        request.state.user = body.user
+        if isinstance(body, ChatRequest):
+            return await create_chat_completion(served, body, request)
+        return await create_completion(served, body, request)
+
 
 def _model_routes(app: FastAPI, served: Served, root: str) -> None:
     def card(name: str) -> ModelCard:
@@ -308,6 +315,8 @@ def _model_routes(app: FastAPI, served: Served, root: str) -> None:
 
     @app.get("/v1/models/{model:path}", response_model=None, **answers(ModelCard, 401, 404))
     async def model(model: str) -> Response:
+        if not model:
+            raise HTTPException(404)  # /v1/models/ is /v1/models
         check_model(model, served.names)
         return _json(card(model))
 

@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from jaxserve.moved import forward
 from jaxserve.sampling_params import MAX_LOGPROBS
-from jaxserve.serving.protocol import ONE_FORM, GenerationRequest
+from jaxserve.serving.protocol import ONE_FORM, CompletionRequest, GenerationRequest
 from jaxserve.serving.strict_model import ITEMS, PARTS, Model, Text, if_given
 from jaxserve.serving.vllm_fields import VLLMModel
 
@@ -231,6 +231,17 @@ class ChatRequest(GenerationRequest, Chat):
     def shown_tools(self) -> list[Tool]:
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+
+def _kind(given: Any) -> str:
+    is_chat = "messages" in given if isinstance(given, Mapping) else isinstance(given, Chat)
+    return "<chat>" if is_chat else "<completion>"
+
+
+# `POST /invocations`, by which SageMaker asks for either.
+Invocation = Annotated[
+    Annotated[ChatRequest, Tag("<chat>")] | Annotated[CompletionRequest, Tag("<completion>")], Discriminator(_kind)
+]
 
 
 class TokenizeChatRequest(Chat):

@@ -11,11 +11,13 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from jaxserve.serving.dialects.anthropic_forms import MessagesError, MessagesErrorDetail
@@ -114,8 +116,8 @@ def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
     if isinstance(error, RefusedError):
         return error.status, error_of(error.status, message, param=error.param, code=error.code), {}
     if isinstance(error, RequestValidationError):
-        param, message = _first_mistake(error)
-        return 400, error_of(400, message, param=param), {}
+        param, code, message = _first_mistake(error)
+        return 400, error_of(400, message, param=param, code=code), {}
     if isinstance(error, HTTPException):
         return error.status_code, error_of(error.status_code, str(error.detail)), dict(error.headers or {})
     if isinstance(error, QueueFullError):
@@ -130,20 +132,39 @@ def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
     return 500, error_of(500, f"internal error: {type(error).__name__}"), {}
 
 
+def _without_slash(request: Request) -> str | None:
+    """The address of the same path without a slash at its end, such as "../models" for /v1/models/, if there is a route of it."""
+    path = request.scope["path"].removesuffix("/")
+    shorter = dict(request.scope) | {"path": path}
+    if path == request.scope["path"] or all(route.matches(shorter)[0] is Match.NONE for route in request.app.routes):
+        return None
+    query = request.scope["query_string"].decode("latin-1")
+    return f"../{quote(path.rpartition('/')[2])}" + (f"?{query}" if query else "")
+
+
 async def on_error(request: Request, error: Exception) -> Response:
-    """The answer to a request that raised an exception. Of a path that vLLM has it says what there is instead."""
+    """The answer to a request that raised an exception. Of a path that vLLM has it says what there is instead; a path that has a
+    slash too many is sent to the right one, as vLLM does."""
+    if isinstance(error, HTTPException) and error.status_code == 404 and (address := _without_slash(request)) is not None:
+        return Response(status_code=307, headers={"Location": address})
     is_lost = isinstance(error, HTTPException) and error.status_code in (404, 405)  # 405: such as /v1/responses/render
     if is_lost and (instead := instead_of(request.url.path)) is not None:
         error = HTTPException(404, f"this server does not have {request.url.path}: {instead}")
     return response_to(request.scope, error)
 
 
-def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
-    """(first wrong parameter, message). Mistakes of one parameter, such as those of a union's alternatives, are joined."""
+def _first_mistake(error: RequestValidationError) -> tuple[str | None, str, str]:
+    """(first wrong parameter, what is wrong with it in pydantic's word, message). Mistakes of one parameter, such as those of a
+    union's alternatives, are joined."""
     by_param: dict[str, list[str]] = {}
     for mistake in error.errors():
+        place = [part for part in mistake["loc"] if not str(part).startswith("<")]  # "<chat>": which of several a body is
+        mistake = mistake | {"loc": tuple(place)}
         said = _in_words(mistake)
-        param = next((str(part) for part in mistake["loc"][1:2]), "")
+        where, *inside = mistake["loc"]
+        param = str(inside[0]) if inside else ""
+        if where == "query":  # as vLLM says it: a body may have the same name
+            param = f"query.{param}"
         if mistake["type"] == "json_invalid":
             param = ""
         elif not param and (named := re.match(r"([a-z_]+)=", said)):  # of fields together
@@ -155,7 +176,7 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str]:
         f"{param}: {' / '.join(messages)}" if param and not messages[0].startswith(f"{param}=") else " / ".join(messages)
         for param, messages in by_param.items()
     ]
-    return next(iter(by_param)) or None, "; ".join(lines)
+    return next(iter(by_param)) or None, error.errors()[0]["type"], "; ".join(lines)
 
 
 def _in_words(mistake: Mapping[str, Any]) -> str:

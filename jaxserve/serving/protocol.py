@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from jaxserve.moved import forward
 from jaxserve.outputs import MAX_WEIGHT_VERSION
@@ -290,6 +290,13 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of so many likeliest tokens.")
     suffix: None = Field(None, description="Not supported.")
     best_of: int | None = Field(None, ge=1, le=1, description="Only 1; use n.")
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_given(cls, given: Any) -> Any:
+        if given is None:
+            raise ValueError("Either prompt or prompt_embeds must be provided and non-empty, and here it must be prompt")
+        return given
 
     @model_validator(mode="after")
     def _something_to_answer(self):

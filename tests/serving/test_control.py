@@ -75,7 +75,7 @@ def test_control(guarded):
     guarded.wait_idle()
     assert ok(post("/v1/completions", prompt="a", temperature=0, max_tokens=3))["choices"][0]["text"] == "bcd"
     assert ok(post("/reset_prefix_cache")) == {"status": "ok", "success": True}
-    assert refusal(post("/reset_prefix_cache?reset_running_requests=true"))["param"] == "reset_running_requests"
+    assert refusal(post("/reset_prefix_cache?reset_running_requests=true"))["param"] == "query.reset_running_requests"
     ok(post("/reset_prefix_cache?reset_running_requests=false"))
     refusal(post("/sleep", level=3))
     refusal(client.post("/sleep", content=b" null", headers=with_key() | {"content-type": "application/json"}))

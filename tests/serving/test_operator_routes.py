@@ -10,8 +10,9 @@ import time
 import httpx
 import jsonschema_rs
 
+from jaxserve.serving.bodies import LONG
 from tests.alphabet_model import BOS, EOS, SPECIALS, VOCABULARY, ids
-from tests.serving.calls import chat, complete, ok, refusal
+from tests.serving.calls import chat, chunks, complete, ok, refusal
 from tests.serving.http_server import Server, serving, slow_down
 
 
@@ -29,6 +30,23 @@ def test_models_version_tokenizer(server):
     assert ok(client.post("/detokenize", json={"tokens": tokens["tokens"]}))["prompt"] == "tea" + EOS
     refusal(client.post("/detokenize", json={"tokens": [VOCABULARY]}))
     refusal(client.post("/tokenize", json={"prompt": "a", "messages": []}))
+
+
+def test_invocations_are_chats_or_completions(server):
+    """SageMaker knows one address, and the body says what it asks for. Mistakes are told as of the one that it is."""
+    options = {"temperature": 0, "max_tokens": 3}
+    chatted = {"messages": [{"role": "user", "content": "a"}]} | options
+    completed = {"prompt": "abc"} | options
+    for path, body in (("/v1/chat/completions", chatted), ("/v1/completions", completed)):
+        answer, expected = (ok(server.client.post(p, json=body)) for p in ("/invocations", path))
+        assert answer["choices"] == expected["choices"] and answer["object"] == expected["object"]
+        wrong = body | {"top_p": 2, "best": 1}
+        assert refusal(server.client.post("/invocations", json=wrong)) == refusal(server.client.post(path, json=wrong))
+    streamed = chunks(server.client.post("/invocations", json=completed | {"stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "def"
+    long = {"prompt": "a", "user": "x" * LONG, **options}
+    assert ok(server.client.post("/invocations", json=long))["choices"][0]["text"] == "bcd"
+    assert refusal(server.client.post("/invocations", json=[1]))
 
 
 def test_a_wrong_method_is_told_the_right_ones(server):

@@ -55,7 +55,7 @@ def test_abort(guarded):
     assert ok(guarded.client.get("/is_sleeping")) == {"is_sleeping": True}
     assert ok(post("/wake_up?tags=weights&tags=kv_cache")) == {"status": "awake", "tags": ["weights", "kv_cache"]}
     assert ok(post("/wake_up")) == {"status": "awake", "tags": None}
-    refusal(post("/wake_up?tags=pages"))
+    assert refusal(post("/wake_up?tags=pages"))["param"] == "query.tags"
     ok(post("/sleep"))
     assert ok(post("/wake_up?tags=weights")) == {"status": "sleeping", "tags": ["weights"]}
     assert ok(guarded.client.get("/is_sleeping")) == {"is_sleeping": True}

@@ -7,6 +7,7 @@ from jaxserve.serving.app import make_app
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.options import CONTROL_PATHS, ServerOptions
 from jaxserve.serving.vllm_routes import MISSING_ROUTES, ROUTES
+from tests.serving.http_server import serving
 
 # Routes of vLLM 0.32.0, as of 2026-11-26: those of `vllm serve`, whatever its model and its environment. A name alone is copied.
 THEIRS = {
@@ -51,6 +52,18 @@ def test_routes_of_the_tables_are_here_or_not(shared_llm):
     assert "/pause" in named and not named - paths
     own = set(CONTROL_PATHS) - {name.partition(" ")[2] for name in ROUTES}
     assert own == {"/update_weights_from_path"}, "the control routes that vLLM does not have"
+
+
+def test_a_slash_too_many_leads_to_the_route(server, shared_llm):
+    """By a relative address, so that it holds behind a proxy, and no client's Host comes back in it."""
+    asked = server.client.get("/v1/models/?a=b", headers={"Host": "elsewhere"})
+    assert asked.status_code == 307 and asked.headers["Location"] == "../models?a=b"
+    body = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+    assert server.client.post("/v1/completions/", json=body, follow_redirects=True).json()["choices"][0]["text"] == "bc"
+    for path in ("/v1/models//", "/nothing/", "/"):
+        assert server.client.post(path).status_code in (404, 405)
+    with serving(shared_llm, options={"root_path": "/llm"}) as behind:
+        assert behind.client.get("/llm/v1/models/", follow_redirects=True).json()["data"]
 
 
 def test_what_is_not_here_is_answered_with_the_reason(server):
