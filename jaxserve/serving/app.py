@@ -35,6 +35,7 @@ from jaxserve.serving.control import AskAll, control_routes, routes_of_all
 from jaxserve.serving.dialects.anthropic import messages_routes
 from jaxserve.serving.dialects.chat_batch import chat_batch_routes
 from jaxserve.serving.dialects.generate import abort_routes, generate_routes
+from jaxserve.serving.dialects.render import render_routes
 from jaxserve.serving.dialects.response_store import open_store
 from jaxserve.serving.dialects.responses import Responses, responses_routes
 from jaxserve.serving.errors import RefusedError, on_error
@@ -114,14 +115,13 @@ def make_app(
     app.router.route_class = reading_route(engine.read_body)
     _generation_routes(app, served)
     _model_routes(app, served, options.root or options.names[0])
-    chat_batch_routes(app, served)
+    for add_routes in (chat_batch_routes, generate_routes, render_routes, messages_routes):
+        add_routes(app, served)
     responses_routes(app, responses)
     if one_of_several is not None:
         _refuse_what_one_process_keeps(app, one_of_several)
     else:
         abort_routes(app, served)
-    generate_routes(app, served)
-    messages_routes(app, served)
     _token_routes(app, served)
     _operator_routes(app, served, metrics)
     if options.enable_control and metrics is not None:

@@ -81,7 +81,7 @@ async def create_chat_completion(served: Served, body: ChatRequest, request: Req
 async def _open(served: Served, body: ChatRequest, request: Request) -> AnswerStream:
     """Queues the request and returns its stream. Raises what refuses it."""
     form_field = "tools" if body.form is None and not body.has_budget else body.form_field
-    return await open_deltas(served, request, body, 1, lambda: [_ask(served, body)], form_field)
+    return await open_deltas(served, request, body, 1, lambda: [_ready(served, ask_of_chat(served, body))], form_field)
 
 
 async def open_chat(served: Served, body: ChatRequest, request: Request) -> ChatAnswer:
@@ -95,7 +95,12 @@ async def complete_chat(served: Served, body: ChatRequest, request: Request) -> 
         return await ChatAnswer(served, body, stream, request_id_of(request, body)).whole()
 
 
-def _ask(served: Served, body: ChatRequest) -> Ask:
+def _ready(served: Served, ask: Ask) -> Ask:
+    return replace(ask, params=served.engine.ready(ask.params))
+
+
+def ask_of_chat(served: Served, body: ChatRequest) -> Ask:
+    """What a chat asks of the engine, which `AsyncLLM.ready` has not yet seen. Raises ValueError for what can't be served."""
     engine = served.engine
     notation, shows_tokens = served.notation, body.logprobs or body.return_token_ids
     if body.include_reasoning is False and shows_tokens and notation.reasoning:
@@ -114,7 +119,7 @@ def _ask(served: Served, body: ChatRequest) -> Ask:
     marks = notation.for_tools(shown=bool(body.shown_tools), held=body.must_call).marks
     if body.skip_special_tokens is None and any(map(engine.get_tokenizer().is_special, marks)):
         params = params.with_(skip_special_tokens=False)
-    return Ask(ids, engine.ready(params), kept, body.priority or 0, body.cache_salt)
+    return Ask(ids, params, kept, body.priority or 0, body.cache_salt)
 
 
 @dataclass

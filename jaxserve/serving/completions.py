@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.serving.beams import open_deltas
 from jaxserve.serving.generation import (
     CallRecord,
@@ -44,7 +46,8 @@ async def create_completion(served: Served, body: CompletionRequest, request: Re
 
 async def _open(served: Served, body: CompletionRequest, request: Request) -> AnswerStream:
     """Queues the request and returns its stream. Raises what refuses it."""
-    return await open_deltas(served, request, body, len(body.prompts), lambda: _asks(served, body), body.form_field)
+    asks = partial(asks_of_completion, served, body, served.engine.ready)
+    return await open_deltas(served, request, body, len(body.prompts), asks, body.form_field)
 
 
 async def _complete(served: Served, body: CompletionRequest, request: Request) -> Completion:
@@ -52,13 +55,15 @@ async def _complete(served: Served, body: CompletionRequest, request: Request) -
         return await _CompletionAnswer(served, body, stream, request_id_of(request, body)).whole()
 
 
-def _asks(served: Served, body: CompletionRequest) -> list[Ask]:
+def asks_of_completion(served: Served, body: CompletionRequest, ready: Callable[[SamplingParams], SamplingParams]) -> list[Ask]:
+    """What the prompts of a request ask of the engine. ready: `AsyncLLM.ready`, or what leaves the parameters as they are. Raises
+    ValueError for what can't be served."""
     engine = served.engine
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)  # 0: the one is left out of the answer
     params = body.sampling_params(engine.default_sampling_params, max_tokens=max_tokens, logprobs=body.logprobs, form=body.form)
     if body.echo and body.logprobs is not None:
         params = params.with_(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    params = engine.ready(params)
+    params = ready(params)
     asks = []
     for prompt in body.prompts:
         ids, text = encode_prompt(served, body, prompt, body.add_special_tokens is not False)

@@ -103,6 +103,8 @@ class Limits:
         if "thinking_token_budget" in properties and not self.reasons:
             budget = {"type": "integer", "const": -1}
             properties["thinking_token_budget"] = _nullable(budget, properties["thinking_token_budget"])
+        if "reasoning_ended" in properties and not self.reasoning:
+            properties["reasoning_ended"] = _nullable({"type": "boolean", "const": True}, properties["reasoning_ended"])
         if "tool_choice" in properties and not (self.calls and "tools" in self.variables):
             self._no_forced_calls(schema, properties)
         self._thinking(properties)

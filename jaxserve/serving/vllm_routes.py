@@ -5,6 +5,7 @@ Owns these tables, of vLLM 0.32's "METHOD /path". What is said of requests' fiel
 
 from __future__ import annotations
 
+_RENDER = "without `--enable-scale-out`; `sampling_params` has what is set, and no `features`"
 # Routes that are here -> what differs; "": nothing but that unknown fields are refused.
 ROUTES: dict[str, str] = {
     "POST /v1/chat/completions": "",
@@ -17,6 +18,9 @@ ROUTES: dict[str, str] = {
     "POST /v1/responses/{response_id}/cancel": "",
     "POST /v1/messages": "",
     "POST /v1/messages/count_tokens": "",
+    "POST /v1/chat/completions/render": _RENDER,
+    "POST /v1/completions/render": _RENDER,
+    "POST /v1/messages/render": _RENDER,
     "POST /inference/v1/generate": "without `--enable-scale-out`",
     "POST /inference/v1/abort_requests": "the ids of answers are taken too; answers with `num_aborted`, when it is done",
     "POST /tokenize": "",
@@ -44,7 +48,6 @@ ROUTES: dict[str, str] = {
 _READ_TEXT = "models read text alone"
 _GENERATE = "models generate; there is no pooling or embedding"
 _FROM_PATH = "weights come from a path by /update_weights_from_path, or in Python by LLM.update_params"
-_RENDER = "/tokenize takes the messages of a chat and answers the prompt's token ids"
 _NO_COHERE = "Cohere's API is not here: ask /v1/chat/completions"
 _NO_ADAPTERS = "there are no adapters; merge them into the weights, or serve merged weights from a folder of their own"
 _PROFILE = "trace with jax.profiler in Python; `jaxserve tune profile` times steps"
@@ -53,10 +56,7 @@ _FAULTS = "Ray starts a lost replica again, and `jaxserve router` goes round a s
 _SCALE = "replicas on Ray follow the load: --ray --max_replicas"
 # Routes that are not here -> why, or what to ask.
 MISSING_ROUTES: dict[str, str] = {
-    "POST /v1/chat/completions/render": _RENDER,
-    "POST /v1/completions/render": _RENDER,
-    "POST /v1/messages/render": _RENDER,
-    "POST /v1/responses/render": _RENDER,
+    "POST /v1/responses/render": "render the same conversation as a chat: /v1/chat/completions/render",
     "POST /v1/chat/completions/derender": "/detokenize makes text of token ids, and /v1/chat/completions parses its own outputs",
     "POST /v1/completions/derender": "/detokenize makes text of token ids",
     "POST /cohere/v2/chat": _NO_COHERE,

@@ -106,7 +106,7 @@ def for_engine(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingP
     """Sampling parameters as an engine takes them, which has no tokenizer: bad words as token ids. ValueError for what needs a
     tokenizer where there is none."""
     if params.stop and tokenizer is None:
-        raise ValueError(f"stop={params.stop} needs a tokenizer, and none was loaded; use stop_token_ids")
+        raise ValueError(f"stop={params.stop} needs a tokenizer for stop strings, and none was loaded; use stop_token_ids")
     return with_bad_words_tokenized(params, tokenizer)
 
 

@@ -289,7 +289,7 @@ def test_without_a_tokenizer(load, tmp_path):
     (output,) = generate(llm, ids("a"), greedy(logprobs=0))
     assert output.outputs[0].token_ids == ids(after("a", 8)) and output.outputs[0].text == ""
     for refused, params in (("a text", {}), (ids("a"), {"stop": "x"})):
-        with pytest.raises(ValueError, match="no tokenizer was loaded|needs a tokenizer, and none was loaded"):
+        with pytest.raises(ValueError, match="no tokenizer was loaded|needs a tokenizer"):
             generate(llm, refused, greedy(**params))
     with pytest.raises(ValueError, match="no tokenizer was loaded"):
         llm.chat([{"role": "user", "content": "hi"}])

@@ -262,6 +262,18 @@ def test_a_form_follows_a_budget(counted):
     assert (message["reasoning"], message["content"]) == ("xx", "yes")
 
 
+@pytest.mark.parametrize("form", [{}, {"structured_outputs": {"choice": ["yes"]}}])
+def test_a_budget_is_rendered(counted, form):
+    """As the body of a request for token ids, which is answered as the chat."""
+    body = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "max_tokens": 9, "thinking_token_budget": 2}
+    body |= {"chat_template_kwargs": {"opening": "<think>"}, "logit_bias": {"120": 50}} | form
+    answer = ok(counted.client.post("/v1/chat/completions", json=body | {"return_token_ids": True}))
+    rendered = ok(counted.client.post("/v1/chat/completions/render", json=body))
+    assert rendered["reasoning_ended"] is False and rendered["sampling_params"]["thinking_token_budget"] == 2
+    found = ok(counted.client.post("/inference/v1/generate", json=rendered))["choices"][0]["token_ids"]
+    assert found == answer["choices"][0]["token_ids"] and found[:2] == ids("xx")
+
+
 def test_a_budget_of_a_completion(counted):
     answer = ok(complete(counted, "a<think>", thinking_token_budget=2, max_tokens=6, logit_bias={"120": 50}, return_token_ids=True))
     end = counted.engine.get_tokenizer().backend.token_to_id("</think>")

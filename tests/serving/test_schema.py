@@ -50,7 +50,7 @@ def fuzz(server: Server, folder: Path, *flags: str, tested: int, **environment: 
 @pytest.mark.slow
 def test_schemathesis(tmp_path):
     with serving(load(saved(tmp_path / "model"))) as server:
-        fuzz(server, tmp_path, tested=22)
+        fuzz(server, tmp_path, tested=25)
         server.wait_idle()
         assert server.engine.stats.num_failures == 0
 

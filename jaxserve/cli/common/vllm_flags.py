@@ -261,7 +261,7 @@ _SERVER = (
         "anthropic_disabled_thinking_effort",
     ),
     Missing("/inference/v1/generate is always there; --skip_tokenizer_init does without a tokenizer", switches="tokens_only"),
-    Missing("/inference/v1/generate is always there; /render and /derender are not", switches="enable_scale_out"),
+    Missing("/inference/v1/generate and /render are always there; /derender is not", granted="enable_scale_out"),
     Missing("the route is always there", granted="enable_tokenizer_info_endpoint"),
     Missing(
         "/openapi.json is always there, and the schema that the server holds to",

@@ -7,6 +7,7 @@ Owns the requests, their answers and chunks, and how log-probabilities are writt
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
@@ -35,6 +36,7 @@ from jaxserve.serving.streaming import unless_gone
 from jaxserve.serving.streams import Ask, RequestStream
 from jaxserve.serving.strict_model import Model, Text, Texts, TokenIds, if_given
 from jaxserve.serving.vllm_fields import VLLMModel
+from jaxserve.structured_outputs import StructuredOutputsParams
 
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 
@@ -47,7 +49,7 @@ class OutputSampling(VLLMModel):
     detokenize: bool | None = Field(None, description="false does not go with output_mode=text, nor with stop.")
 
 
-_TAKEN = ("logit_bias", "structured_outputs", "spaces_between_special_tokens")
+_TAKEN = ("logit_bias", "structured_outputs", "spaces_between_special_tokens", "thinking_token_budget")
 _SHARED = {name: GenerationRequest.model_fields[name] for name in (*PASSED_ON, *_TAKEN)}
 if TYPE_CHECKING:
 
@@ -74,6 +76,10 @@ class GenerateRequest(VLLMModel):
     return_token_ids: bool | None = Field(None, description="Answer with the prompt's token ids too.")
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")
+    reasoning_ended: bool | None = Field(
+        None,
+        description="false: a form holds behind the model's reasoning, as /render says it; else from the first token on.",
+    )
     cache_salt: Text | None = Field(None, description="Prompts share cached prefixes only under one salt.")
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower is served first, if the server was told to.")
     timeout: float | None = Field(None, gt=0, description="Ours: seconds from its arrival that it may take; then 504.")
@@ -174,11 +180,29 @@ async def _open(served: Served, body: GenerateRequest, request: Request) -> Requ
 
 
 def _ask(served: Served, body: GenerateRequest) -> Ask:
-    if body.output_mode == "text":
-        served.engine.get_tokenizer()  # a ValueError where there is none
     engine = served.engine
-    params = engine.ready(sampling_params(body, engine.default_sampling_params, engine.recommended_max_tokens))
+    if body.output_mode == "text" and engine.tokenizer is None:
+        raise ValueError("output_mode=text requires a tokenizer, and no tokenizer was loaded (--skip_tokenizer_init)")
+    params = sampling_params(body, engine.default_sampling_params, engine.recommended_max_tokens)
+    params = engine.ready(params.with_(structured_outputs=_behind_reasoning(served, body)))
     return Ask(body.token_ids, params, None, body.priority or 0, body.cache_salt)
+
+
+def _behind_reasoning(served: Served, body: GenerateRequest) -> StructuredOutputsParams | None:
+    """The form of the output, or none, behind the reasoning that may come first, whose tokens a budget may count. Raises
+    ValueError where the model knows no reasoning."""
+    form, budget = body.sampling_params.structured_outputs, body.sampling_params.thinking_token_budget
+    has_budget = budget is not None and budget >= 0
+    if body.reasoning_ended or not has_budget and (form is None or body.reasoning_ended is None):
+        return form
+    if not served.notation.reasoning:
+        said = "thinking_token_budget" if has_budget else "reasoning_ended=false"
+        raise ValueError(f"{said}: this model's chat template knows no reasoning")
+    preamble = served.notation.preamble(served.engine.get_tokenizer().decode(body.token_ids, skip_special_tokens=False))
+    if preamble is None:
+        return form
+    counted = {"preamble": preamble, "max_preamble_tokens": budget if has_budget else None}
+    return StructuredOutputsParams(**counted) if form is None else replace(form, **counted)
 
 
 def sampling_params(body: GenerateRequest, defaults: SamplingParams, max_tokens: int | None = None) -> SamplingParams:
@@ -193,7 +217,8 @@ def sampling_params(body: GenerateRequest, defaults: SamplingParams, max_tokens:
         given["logit_bias"] = {int(i): bias for i, bias in given["logit_bias"].items()}
     if "min_tokens" in given and "max_tokens" in given:
         given["min_tokens"] = min(given["min_tokens"], given["max_tokens"])
-    given.pop("spaces_between_special_tokens", None)
+    for name in ("spaces_between_special_tokens", "thinking_token_budget"):
+        given.pop(name, None)
     reads_text = body.output_mode == "text" or bool(given.get("stop"))
     if given.pop("detokenize", None) is False and reads_text:
         raise ValueError("sampling_params: detokenize=false, but output_mode=text and stop need the text")
@@ -296,6 +321,6 @@ def _sampled(token_id: int, entry: Mapping[int, Logprob], num_top: int | None) -
         top = [of(i) for i in entry]
     else:
         others = sorted((i for i in entry if i != token_id and (entry[i].rank or 0) <= num_top), key=lambda i: entry[i].rank or 0)
-        top = [of(i) for i in (token_id, *others)] if num_top else []
+        top = [of(i) for i in (token_id, *others)]
     own = of(token_id)
     return SampledLogprob(token_id, own.logprob, own.rank, top)
