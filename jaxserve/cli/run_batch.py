@@ -88,8 +88,6 @@ def main() -> None:
         with refuse_bad_input():
             num_lines = sum(1 for _ in read_lines(stack.enter_context(open(_INPUT.value, encoding="utf-8"))))
             lines = read_lines(stack.enter_context(open(_INPUT.value, encoding="utf-8")))
-            if not num_lines:
-                raise ValueError(f"{_INPUT.value} has no requests")
             if _RESUME.value and Path(_OUTPUT.value).exists():
                 with open(_OUTPUT.value, "rb") as results:
                     try:

@@ -67,7 +67,7 @@ def asks_of_completion(served: Served, body: CompletionRequest, ready: Callable[
     asks = []
     for prompt in body.prompts:
         ids, text = encode_prompt(served, body, prompt, body.add_special_tokens is not False)
-        if text is None and (body.echo or body.has_budget):
+        if text is None and (body.has_budget or body.echo and engine.tokenizer is not None):
             text = engine.get_tokenizer().decode(ids, skip_special_tokens=False)
         its = params
         if body.has_budget:

@@ -114,7 +114,9 @@ def test_refusals(bare, change, said):
 
 
 def test_other_routes_say_that_there_is_no_tokenizer(bare):
-    assert ok(complete(bare, ids("a")))["choices"][0]["text"] == ""
+    for echo in (False, True):
+        (choice,) = ok(complete(bare, ids("a"), echo=echo, return_token_ids=True))["choices"]
+        assert choice["text"] == "" and choice["prompt_token_ids"] == ids("a") and choice["token_ids"] == ids("bcde")
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"}), ("/tokenize", {"prompt": "a"})):
         assert "no tokenizer was loaded" in refusal(bare.client.post(path, json=body))["message"]
 
