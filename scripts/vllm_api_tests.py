@@ -24,6 +24,7 @@ from absl import flags
 from jaxserve.cli.common.command import run_command
 from jaxserve.cli.common.tables import table
 from scripts.vllm_api import scripted_model
+from scripts.vllm_api.scripted_model import SAID, THOUGHT, Whole, called
 
 _SOURCE = flags.DEFINE_string("vllm_source", None, "vLLM's source distribution, unpacked.", required=True)
 _PYTHON = flags.DEFINE_string("vllm_python", None, "The Python that has vLLM and pytest.", required=True)
@@ -35,6 +36,9 @@ flags.mark_flags_as_required(["vllm_source", "vllm_python", "tokenizer"])
 
 FILES = """
 anthropic/test_messages.py
+launchers/api_server/test_multi_api_servers.py
+launchers/test_run_batch.py
+launchers/test_shutdown.py
 openai/chat_completion/test_batched_chat_completions.py
 openai/chat_completion/test_chat.py
 openai/chat_completion/test_chat_completion.py
@@ -47,6 +51,8 @@ openai/chat_completion/test_logprob_token_ids.py
 openai/chat_completion/test_root_path.py
 openai/chat_completion/test_thinking_token_budget.py
 openai/completion/test_completion.py
+openai/completion/test_prompt_validation.py
+openai/completion/test_token_in_token_out.py
 openai/responses/test_basic.py
 openai/responses/test_function_call.py
 openai/responses/test_simple.py
@@ -55,6 +61,7 @@ openai/responses/test_structured_output.py
 openai/test_chunked_prompt.py
 openai/test_return_token_ids.py
 openai/test_return_tokens_as_ids.py
+rl/state_transitions/test_pause_resume.py
 rl/state_transitions/test_sleep.py
 scale_out/token_in_token_out/test_serving_tokens.py
 serve/instrumentator/test_basic.py
@@ -67,21 +74,26 @@ serve/tokenize/test_tokenization.py
 WEATHER = '\n{"name": "get_weather", "arguments": {"location": "Berlin", "unit": "celsius"}}\n'
 CURRENT = '\n{"name": "get_current_weather", "arguments": {"city": "Berlin", "country": "Germany", "unit": "fahrenheit"}}\n'
 TIME = '\n{"name": "get_time", "arguments": {"location": "Tokyo"}}\n'
-CALLS: dict[str, tuple[str, tuple[str, ...]]] = {  # a model's call, and what it says before
-    "call": (CURRENT, (*scripted_model.THOUGHT, scripted_model.SAID)),
-    "calls": ("</tool_call>\n<tool_call>".join([CURRENT, TIME, WEATHER]), scripted_model.THOUGHT),
-    "greets": (CURRENT, (scripted_model.SAID,)),
-    "weather": (WEATHER, ()),
+FAIR = '{"event_name": "science fair", "date": "Friday", "participants": ["Alice", "Bob"]}'
+SCRIPTS: dict[str, list[str]] = {  # of each model that is not plain
+    "call": called(CURRENT),
+    "calls": called("</tool_call>\n<tool_call>".join([CURRENT, TIME, WEATHER]), THOUGHT),
+    "greets": called(CURRENT, (SAID,)),
+    "weather": called(WEATHER, ()),
+    "counts": [*THOUGHT, Whole("13 * 24 is 312, and twice 15 is 30. QED")],
+    "extracts": [*THOUGHT, Whole(FAIR)],
+    "remembers": [*THOUGHT, "You are called"],
 }
+NAMES = (" Mark", " John")
 
 
 def prepare(folder: Path) -> None:
     """Models, and vLLM's tests without its sources, which would hide the installed vLLM."""
     tokenizer = Path(_TOKENIZER.value)
     scripted_model.save(folder / "models/plain", tokenizer)
-    scripted_model.save(folder / "models/plain_bos", tokenizer, first="<|im_start|>")
-    for name, (call, before) in CALLS.items():
-        scripted_model.save(folder / "models" / name, tokenizer, call, before=before)
+    scripted_model.save(folder / "models/plain_bos", tokenizer, first="<|im_start|>", otherwise='{"result": 2}')
+    for name, script in SCRIPTS.items():
+        scripted_model.save(folder / "models" / name, tokenizer, script, names=NAMES if name == "remembers" else ())
     shutil.copytree(Path(_SOURCE.value) / "tests", folder / "tests")
     (folder / "plugin").mkdir()
     shutil.copy(Path(__file__).parent / "vllm_api/plugin.py", folder / "plugin")
