@@ -71,10 +71,11 @@ def plan_groups(
 
 
 def gather_rows(x: jax.Array, groups: Groups) -> jax.Array:  # [T, D] -> [M, D]
-    """Copies each token's vector to its rows. Rows that belong to no token are zero. Raises ValueError if x is not [T, D]."""
+    """Copies each token's vector to its rows. Rows that belong to no token hold the last token's, and pass nothing back to it: XLA
+    needs a command more to zero them. Raises ValueError if x is not [T, D]."""
     Shapes(T=groups.row.shape[0]).check("x", x, "T D")
     with jax.named_scope("gather_rows"):
-        return x.at[groups.token].get(mode="fill", fill_value=0)
+        return _gather(x, groups.token)
 
 
 def grouped_matmul(
@@ -133,6 +134,20 @@ def combine_rows(
             rows, here = join(rows, here)
         weights = jnp.where(here, weights, 0)  # padding's may be NaN
         return (rows.astype(jnp.float32) * weights[:, :, None]).sum(axis=1).astype(y.dtype)
+
+
+@jax.custom_vjp
+def _gather(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    return x.at[tokens].get(mode="clip")
+
+
+def _gather_backward(saved, dy):
+    x, tokens = saved
+    dx = jnp.zeros_like(x).at[tokens].add(dy, mode="drop")
+    return dx, np.zeros(tokens.shape, jax.dtypes.float0)
+
+
+_gather.defvjp(lambda x, tokens: (_gather(x, tokens), (x, tokens)), _gather_backward)
 
 
 @jax.custom_vjp

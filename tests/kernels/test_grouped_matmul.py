@@ -162,6 +162,19 @@ def test_a_row_does_not_depend_on_the_batch(backend):
         np.testing.assert_array_equal(np.asarray(again)[move], first[3])
 
 
+def test_rows_of_no_token_pass_nothing_back():
+    """Whatever was computed from them: they hold the last token's vector, which is not theirs."""
+    batch = build(NAMED["padding"])
+    groups = plan_groups(batch.group_ids, [batch.w], num_tokens=batch.num_tokens, backend="xla")
+    x = jnp.nan_to_num(batch.x)
+    rows, vjp = jax.vjp(lambda x: gather_rows(x, groups), x)
+    owned = np.asarray(groups.token) < len(x)
+    np.testing.assert_array_equal(np.asarray(rows)[owned], np.asarray(x)[np.asarray(groups.token)[owned]])
+    (dx,) = vjp(jnp.where(owned[:, None], jnp.ones_like(rows), jnp.nan))
+    num_rows = np.bincount(np.asarray(groups.token)[owned], minlength=len(x))
+    np.testing.assert_array_equal(np.asarray(dx), np.broadcast_to(num_rows[:, None], x.shape))
+
+
 def mixture(x, w1, w2, weights, ids, num_tokens, backend):
     groups = plan_groups(ids, (w1, w2), num_tokens=num_tokens, backend=backend)
     hidden = jnp.tanh(grouped_matmul(gather_rows(x, groups), w1, groups))
