@@ -111,7 +111,8 @@ class StepInputs:
     num_tokens: int
     token_starts: np.ndarray | None = None  # where the tokens of each entry of the schedule begin; None: one after the other
     score_spans: list[np.ndarray] = field(default_factory=list)  # as prompt_scores.pack_spans makes them
-    proposes: bool = True  # whether the head makes drafts, where speculation is on
+    proposes: bool = True  # whether the head verifies and makes drafts, where speculation is on
+    is_read: bool = True  # whether what drafts reads the body, if it ever does
 
     @classmethod
     def padding(cls, layout: StepLayout, head_rows: int, with_logprobs: bool) -> StepInputs:

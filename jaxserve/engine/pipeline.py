@@ -22,7 +22,7 @@ from jaxserve.engine.stats import EngineStats, tokens_of
 from jaxserve.engine.step_outputs import outputs_of
 from jaxserve.engine.stored_pages import IDLE_WAIT, StoredPages
 from jaxserve.execution.leading_runner import AnyRunner
-from jaxserve.execution.programs import RestHead
+from jaxserve.execution.programs import RestBody, RestHead
 from jaxserve.execution.runner import StepHandle
 from jaxserve.execution.stage_clock import StageClock
 from jaxserve.request import EngineOutput, Request
@@ -143,8 +143,9 @@ class StepPipeline:
         if spans:
             inputs.score_spans.extend(pack_spans(spans, self.runner.score_rows))
         if self.draft_lengths is not None and not self.draft_lengths.proposes:
-            can_rest = not inputs.with_logprobs and self.runner.programs.has(RestHead(inputs.head_rows))
-            inputs = replace(inputs, proposes=not can_rest)
+            can_rest = not (inputs.with_logprobs or schedule.num_drafts) and self.runner.programs.has(RestHead(inputs.head_rows))
+            is_read = self.draft_lengths.follows or not can_rest or not self.runner.programs.has(RestBody(inputs.bucket))
+            inputs = replace(inputs, proposes=not can_rest, is_read=is_read)
         self.stats.add_step(schedule, inputs, speculates=self.draft_lengths is not None)
         if self.demand_log is not None:
             self.demand_log.write(self.stats.num_steps, schedule, inputs, self.scheduler.num_waiting)

@@ -47,9 +47,12 @@ def body(
     state: DeviceState,
     packed: jax.Array,  # i32[layout.size]
     hidden: jax.Array | None = None,  # [T, D]: of the stage before, if there is one
+    *,
+    is_read: bool = True,
 ) -> tuple[DeviceState, HeadInputs | jax.Array]:
     """Runs one bucket: writes the KV of its tokens, and brings the rows' page tables and lengths up to date. A stage of a pipeline
-    runs its own layers; but for the last one it returns the hidden rows [T, D] of all tokens, for the next."""
+    runs its own layers; but for the last one it returns the hidden rows [T, D] of all tokens, for the next. is_read: whether the
+    reader reads; otherwise it skips the step, and `weights` has none of its own."""
     names, num_weights = list(layout.fields), len(functions.body_indices)
     weights, own_weights = weights[:num_weights], weights[num_weights:]  # of the model, of what drafts for it
     with jax.named_scope("unpack"):
@@ -69,7 +72,7 @@ def body(
     written, inputs = [], {}
     with jax.named_scope("layers"):
         for i, kv in zip(functions.layers, state.kv_pages, strict=True):
-            if reader is not None and i in reader.hidden_layers:
+            if reader is not None and is_read and i in reader.hidden_layers:
                 inputs[i] = x
             x, kv = functions.layer(model.layers[i], x, rope, kv, context)
             written.append(kv)
@@ -85,6 +88,9 @@ def body(
     if reader is not None:
         assert drafts is not None and embedded is not None
         with jax.named_scope("read_body"):
+            if not is_read:
+                own = reader.skip_body(drafts.proposer, context)
+                return DeviceState(written, step_hidden, replace(rows, drafts=replace(drafts, proposer=own))), head_inputs
             read = jnp.concatenate([inputs[i] for i in reader.hidden_layers], -1) if reader.hidden_layers else None
             ran = Ran(embedded, fields["seq_rows"], context, x, read, at)
             own = reader.read_body(own_weights, drafts.proposer, ran)

@@ -19,6 +19,7 @@ from jaxserve.models.layers import Fused
 from jaxserve.sampling import sampler
 from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import DRAFT_STREAM, NO_DRAFT
+from kernels.kv_cache import write_kv
 
 
 class TakenApart(Protocol):
@@ -135,6 +136,12 @@ def kv_bytes(functions: TakenApart, num_pages: int, page_size: int) -> int:
     return (
         config.num_layers * num_pages * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(functions.dtype).itemsize
     )
+
+
+def blank(kv: jax.Array, slots: jax.Array) -> jax.Array:  # [total, 2, K, page_size, H], i32[T]
+    """Keys and values of zero at these slots: what is not known."""
+    zeros = jnp.zeros((len(slots), kv.shape[2], kv.shape[4]), kv.dtype)
+    return write_kv(kv, zeros, zeros, slots)
 
 
 def new_pages(functions: TakenApart, pages: DraftPages) -> list[jax.Array]:

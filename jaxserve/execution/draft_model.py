@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.batching.context import StepContext
-from jaxserve.execution.draft_functions import WithPages, choose, new_pages, spread
+from jaxserve.execution.draft_functions import WithPages, blank, choose, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.speculative.proposer import Ran, Seen
@@ -39,6 +39,10 @@ class DraftModel(WithPages):
     def read_body(self, weights: list[jax.Array], state: list[jax.Array], ran: Ran) -> list[jax.Array]:
         _, kv_pages = self._run(weights, state, ran.tokens, self.pages.of_body(ran.context))
         return kv_pages
+
+    def skip_body(self, state: list[jax.Array], context: StepContext) -> list[jax.Array]:
+        slots = self.pages.of_body(context).slot_mapping
+        return [blank(kv, slots) for kv in state]
 
     def _run(
         self, weights: list[jax.Array], kv_pages: list[jax.Array], tokens: jax.Array, context: StepContext

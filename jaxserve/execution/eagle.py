@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.batching.context import StepContext
-from jaxserve.execution.draft_functions import HeadFunctions, WithPages, choose, new_pages, spread
+from jaxserve.execution.draft_functions import HeadFunctions, WithPages, blank, choose, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions, attend_paged
 from jaxserve.models.eagle import EagleHead
@@ -85,8 +85,11 @@ class Eagle(WithPages):
         feature = head.feature(states, self.functions.fused)
         kept = state.kept.at[ran.seq_rows].get(mode="fill", fill_value=0)
         kept_at = state.kept_at.at[ran.seq_rows].get(mode="fill", fill_value=-1)
-        pairs = _pairs(ran.context, kept_at, self.pages)
-        known = jnp.where(pairs.from_before[:, None], kept[pairs.seq], feature[jnp.maximum(pairs.token - 1, 0)])
+        if ran.context.max_q_len == 1 and len(ran.tokens) == len(kept_at):
+            pairs, known = _single_pairs(ran.context, kept_at, self.pages), kept
+        else:
+            pairs = _pairs(ran.context, kept_at, self.pages)
+            known = jnp.where(pairs.from_before[:, None], kept[pairs.seq], feature[jnp.maximum(pairs.token - 1, 0)])
         embedded = self._embed(head, target, ran.tokens[pairs.token])
         _, kv = self._run(head, embedded, known, state.kv_pages[0], self.pages.planned(pairs.context, len(known)))
         # The last feature of each sequence, as if all drafts stood: `propose` puts that right.
@@ -99,6 +102,15 @@ class Eagle(WithPages):
             state.kept.at[rows].set(last, mode="drop"),
             state.kept_at.at[rows].set(ran.context.kv_lens - 1, mode="drop"),
         )
+
+    def skip_body(self, state: EagleState, context: StepContext) -> EagleState:
+        """Neither the pair before each token nor, behind it, that of its own state will be known."""
+        seq, size = jnp.arange(len(context.kv_lens), dtype=jnp.int32), self.pages.page_size
+        places = jnp.concatenate([context.kv_lens - 2, context.kv_lens - 1])
+        of, at = jnp.tile(seq, 2), jnp.maximum(places, 0)
+        past = self.pages.total * size + jnp.arange(len(places), dtype=jnp.int32)
+        slots = jnp.where(places >= 0, context.page_table[of, at // size] * size + at % size, past)
+        return replace(state, kv_pages=[blank(kv, slots) for kv in state.kv_pages])
 
     def propose(self, weights: list[jax.Array], state: EagleState, seen: Seen) -> tuple[EagleState, jax.Array, jax.Array | None]:
         head, target = self._modules(weights)
@@ -141,6 +153,17 @@ class _Pairs:
     seq: jax.Array  # i32[T]
     token: jax.Array  # i32[T]: the place in the step of each pair's token, whose state is that of the place before
     from_before: jax.Array  # bool[T]: but for these, whose state the step before has kept
+
+
+def _single_pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -> _Pairs:  # i32[B]
+    """`_pairs` of sequences of one token each, of T = B tokens: the states are those that were kept."""
+    seq, size = jnp.arange(len(kept_at), dtype=jnp.int32), pages.page_size
+    position = jnp.maximum(context.kv_lens - 2, 0)  # 0 of padding, whose tokens are 0 as well
+    written = (context.kv_lens > 1) & (kept_at == position)
+    slots = jnp.where(written, context.page_table[seq, position // size] * size + position % size, pages.total * size + seq)
+    lens = {"cu_q_lens": context.cu_q_lens, "kv_lens": jnp.maximum(context.kv_lens - 1, 0)}
+    real = jnp.ones(len(seq), bool)
+    return _Pairs(replace(context, positions=position, slot_mapping=slots, **lens), seq, context.cu_q_lens[:-1], real)
 
 
 def _pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -> _Pairs:  # i32[B]

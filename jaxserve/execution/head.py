@@ -43,8 +43,10 @@ def head(
     inputs: HeadInputs,
     masks: Masks,
 ) -> tuple[RowState, jax.Array]:
-    """A token of each of the first `num_rows` logits rows. Returns the rows with these tokens in, and what the host fetches:
-    i32[num_rows, columns of sampler.pack_sampled]."""
+    """A token of each of the first `num_rows` logits rows, none of which is a draft's. Returns the rows with these tokens in, and
+    what the host fetches: i32[num_rows, columns of sampler.pack_sampled]. weights: the model's; a proposer's behind them are not
+    read."""
+    weights = weights[: len(functions.head_indices)]
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
     logits = _logits(functions, weights, inputs.hidden[:num_rows])
     assert rows.last_tokens is not None and rows.history is not None and rows.edits is not None  # a last stage's
@@ -60,7 +62,6 @@ def drafting_head(
     functions: ModelFunctions,
     proposer: Proposer,
     acceptance: str,  # as SpeculativeConfig's
-    proposes: bool,
     num_rows: int,
     max_logprobs: int,
     weights: Sequence[jax.Array],
@@ -69,8 +70,7 @@ def drafting_head(
     masks: Masks,
 ) -> tuple[RowState, jax.Array]:
     """`head` where speculation is on: the rows that follow a sequence's first are its drafts', which are verified here, and new
-    drafts are proposed, if `proposes`. `rows.num_computed` comes as if every draft stood. What the host fetches has K columns of
-    drafts more."""
+    drafts are proposed. `rows.num_computed` comes as if every draft stood. What the host fetches has K columns of drafts more."""
     num_weights = len(functions.head_indices)
     weights, own_weights = weights[:num_weights], weights[num_weights:]  # of the model, of the proposer
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
@@ -101,10 +101,7 @@ def drafting_head(
     with jax.named_scope("propose"):
         known = {"history": history, "hidden": hidden, "sampling": asked, "page_table": rows.page_table}
         seen = Seen(seq_rows=last, num_tokens=asked.position + 1, **known)
-        if proposes:
-            own, drafts, probs = proposer.propose(own_weights, state.proposer, seen)
-        else:
-            own, drafts, probs = state.proposer, jnp.full((num_rows, proposer.num_drafts), NO_DRAFT, jnp.int32), None
+        own, drafts, probs = proposer.propose(own_weights, state.proposer, seen)
         kept = state.probs if state.probs is None or probs is None else state.probs.at[last].set(probs, mode="drop")
         state = DraftState(state.drafts.at[last].set(drafts, mode="drop"), kept, own)
     rows = replace(rows, num_computed=num_computed, last_tokens=last_tokens, history=history, drafts=state)

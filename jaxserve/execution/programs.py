@@ -59,12 +59,19 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 
 @dataclass(frozen=True)
 class RestHead:
-    """The key of a head of so many logits rows, without log-probabilities, that makes no drafts."""
+    """The key of a head of so many logits rows, without log-probabilities, that neither verifies drafts nor makes any."""
 
     rows: int
 
 
-ProgramKey = Bucket | tuple[int, bool] | RestHead | str
+@dataclass(frozen=True)
+class RestBody:
+    """The key of the body of a bucket of decodes which what drafts does not read."""
+
+    bucket: Bucket
+
+
+ProgramKey = Bucket | tuple[int, bool] | RestBody | RestHead | str
 
 UPDATE_BATCH = 1024  # page-table entries an update program takes at once
 SCORE_ROWS = 256  # most logits rows that the score program holds at once
@@ -130,7 +137,7 @@ class Programs:
     """Programs of one model and plan, each compiled when first asked for and kept.
 
     Keys: a Bucket for its body, (rows, with_logprobs) for a head, "score" and "update"; with a store of KV also "take" and "put".
-    Where drafts cost time and their number adapts, also a RestHead for plain steps.
+    Where drafts cost time and their number adapts, also a RestHead for plain steps, and a RestBody where bodies cost time too.
     The functions may be those of a pipeline's stage: heads and "score" are the last one's then. What they run:
     `execution.body.body`, `execution.head.head` (or `drafting_head`), `head.score`, `device_state.update_rows` and page_transfer's.
     Donated is the state that each of them returns anew, never weights, nor what the host fetches.
@@ -164,15 +171,19 @@ class Programs:
         if not self.functions.is_last:
             return [*plan.buckets, "update", *transfers]
         heads = [(rows, lp) for rows in plan.head_rows for lp in (False, True)]
-        return [*plan.buckets, *heads, *self._rest_heads, "score", "update", *transfers]
+        return [*plan.buckets, *heads, *self._at_rest, "score", "update", *transfers]
 
     @property
-    def _rest_heads(self) -> list[RestHead]:
+    def _at_rest(self) -> list[RestHead | RestBody]:
         speculative, plan = self.config.speculative, self.config.plan
         if speculative is None or not (speculative.adaptive and speculative.by_model):
             return []
         most = plan.select_head_rows(self.config.scheduler.max_num_seqs)
-        return [RestHead(rows) for rows in plan.head_rows if rows <= most]
+        bodies = plan.buckets if isinstance(self.proposer, BodyReader) else ()
+        return [
+            *(RestBody(bucket) for bucket in bodies if bucket.max_q_len == 1),
+            *(RestHead(rows) for rows in plan.head_rows if rows <= most),
+        ]
 
     def has(self, key: ProgramKey) -> bool:
         """Whether this program is compiled."""
@@ -210,6 +221,8 @@ class Programs:
     def _local_spec(self, key: ProgramKey) -> ProgramSpec:
         if isinstance(key, Bucket):
             return self._body_spec(key)
+        if isinstance(key, RestBody):
+            return self._body_spec(key.bucket, is_read=False)
         if isinstance(key, RestHead):
             return self._head_spec(key.rows, False, proposes=False)
         if key == "score":
@@ -220,12 +233,13 @@ class Programs:
             return self._transfer_spec(key)
         return self._head_spec(*key)
 
-    def _body_spec(self, bucket: Bucket) -> ProgramSpec:
+    def _body_spec(self, bucket: Bucket, is_read: bool = True) -> ProgramSpec:
         """(body weights, DeviceState, packed) -> (DeviceState, HeadInputs). A stage behind the first also takes hidden rows; one
         before the last returns such instead."""
         layout, reader = self.layouts[bucket], self.proposer if isinstance(self.proposer, BodyReader) else None
-        function = functools.partial(body, self.functions, layout, self.config.attention_backend, reader)
-        weights = self._weights(self.functions.body_indices) + ([] if reader is None else self._proposer_weights())
+        function = functools.partial(body, self.functions, layout, self.config.attention_backend, reader, is_read=is_read)
+        own = [] if reader is None or not is_read else self._proposer_weights()
+        weights = self._weights(self.functions.body_indices) + own
         args = (weights, self.state, _i32(layout.size))
         if not self.functions.is_first:
             args += (jax.ShapeDtypeStruct((bucket.tokens, self.config.model.hidden_size), self.config.pages.dtype),)
@@ -241,11 +255,11 @@ class Programs:
         if self.functions.mesh is not None:
             masks = Masks(last_axis_on_mesh(masks.allowed, self.functions.mesh), given)
         shape = rows, min(MAX_LOGPROBS, self.config.model.vocab_size) if with_logprobs else 0
-        if self.proposer is None:
+        if self.proposer is None or not proposes:
             function = functools.partial(head, self.functions, *shape)
         else:
             assert self.config.speculative is not None
-            how = self.functions, self.proposer, self.config.speculative.acceptance, proposes
+            how = self.functions, self.proposer, self.config.speculative.acceptance
             function = functools.partial(drafting_head, *how, *shape)
         return ProgramSpec(function, (1,), (self._head_weights(), self.state.rows, inputs, masks))
 
@@ -329,6 +343,8 @@ def name_of(key: ProgramKey) -> str:
         return f"body {key}"
     if isinstance(key, str):
         return {"score": "score", "update": "state update", "take": "pages to the host", "put": "pages from the host"}[key]
+    if isinstance(key, RestBody):
+        return f"body {key.bucket}, not read"
     if isinstance(key, RestHead):
         return f"head({key.rows}, no drafts)"
     rows, with_logprobs = key

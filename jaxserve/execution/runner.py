@@ -22,7 +22,7 @@ from jaxserve.execution.device_state import DeviceState, new_state
 from jaxserve.execution.head import Masks
 from jaxserve.execution.page_transfer import HEADS, TRANSFER_PAGES, TakenPages, padded_ids, parts_of_group
 from jaxserve.execution.placing import SLEEP_PARTS, to_device, to_host
-from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs, RestHead
+from jaxserve.execution.programs import UPDATE_BATCH, ProgramKey, Programs, RestBody, RestHead
 from jaxserve.execution.resolved_config import ResolvedConfig
 from jaxserve.execution.stage_reports import Result
 from jaxserve.parallel.layout import Layout
@@ -49,6 +49,7 @@ class StepHandle:
     done: Result  # ready when the step is
     num_samples: int
     stages: tuple[Result, ...] = ()  # of a pipeline: each is ready when that stage is done
+    num_drafts: int = 0  # columns of drafts in `out`
 
 
 class Runner:
@@ -184,7 +185,10 @@ class Runner:
         before, if there is one."""
         if len(inputs.extra_page_updates) or inputs.edit_rows:
             self._update_rows(inputs.extra_page_updates, inputs.edit_rows)
-        self.state, out = self.programs.get(inputs.bucket)(self.body_weights, self.state, inputs.packed, *hidden)
+        key, weights = inputs.bucket, self.body_weights
+        if not inputs.is_read:
+            key, weights = RestBody(inputs.bucket), weights[: len(self.programs.functions.body_indices)]
+        self.state, out = self.programs.get(key)(weights, self.state, inputs.packed, *hidden)
         return out
 
     def dispatch_head(self, body: BodyHandle, allowed: np.ndarray | None = None) -> StepHandle:
@@ -193,17 +197,20 @@ class Runner:
         allowed: i32[>= inputs.head_rows, mask words], the tokens that grammars allow; None where there are none. The array must
           stay as it is until the step is fetched.
         """
-        inputs, out = body.inputs, None
+        inputs, out, num_drafts = body.inputs, None, 0
         assert body.head_inputs is not None
         if inputs.head_rows:
             masks = self._no_masks(inputs.head_rows) if allowed is None else self._masks(allowed[: inputs.head_rows])
             plain = inputs.head_rows, inputs.with_logprobs
             head = self.programs.get(plain if inputs.proposes else RestHead(inputs.head_rows))
+            if inputs.proposes and (proposer := self.programs.proposer) is not None:
+                num_drafts = proposer.num_drafts
             rows, out = head(self.head_weights, self.state.rows, body.head_inputs, masks)
             self.state = replace(self.state, rows=rows)
             self._start_fetching(out)
         scored = [self._score(spans) for spans in inputs.score_spans]
-        return StepHandle(out, scored, body.head_inputs.hidden if out is None else out, inputs.num_samples)
+        done = body.head_inputs.hidden if out is None else out
+        return StepHandle(out, scored, done, inputs.num_samples, num_drafts=num_drafts)
 
     def _score(self, spans: np.ndarray) -> jax.Array:
         scored = self.programs.get("score")(self.head_weights, self.state.step_hidden, spans)
@@ -241,8 +248,7 @@ class Runner:
 
     def fetch(self, handle: StepHandle) -> SampledRows | None:
         """Waits for a step and returns its sampled rows; None where no sequence sampled."""
-        proposer = self.programs.proposer
-        return fetch_rows(handle, proposer.num_drafts if proposer else 0)
+        return fetch_rows(handle)
 
     @functools.cached_property
     def _kv_heads(self) -> tuple[Layout, Layout]:
@@ -284,12 +290,12 @@ class Runner:
         return unpack_scored(np.concatenate([np.asarray(x) for x in handle.scored]))
 
 
-def fetch_rows(handle: StepHandle, num_drafts: int = 0) -> SampledRows | None:
-    """As `Runner.fetch`. num_drafts: of a head that drafts."""
+def fetch_rows(handle: StepHandle) -> SampledRows | None:
+    """As `Runner.fetch`."""
     if handle.out is None:
         handle.done.block_until_ready()
         return None
-    return unpack_sampled(np.asarray(handle.out)[: handle.num_samples], num_drafts)
+    return unpack_sampled(np.asarray(handle.out)[: handle.num_samples], handle.num_drafts)
 
 
 class WarmsUp(Protocol):
@@ -323,10 +329,12 @@ def warm_up(runner: WarmsUp, progress: Callable[[list], Iterable]) -> None:
 
 def empty_steps(runner: WarmsUp, keys: Sequence[ProgramKey]) -> Iterator[StepHandle]:
     """As `Runner.run_empty_steps`."""
-    buckets = [k for k in keys if isinstance(k, Bucket)]
+    buckets = [k for k in keys if isinstance(k, Bucket | RestBody)]
     heads = [k for k in keys if isinstance(k, tuple | RestHead)]
     for i in range(max(len(buckets), len(heads))):
         bucket, head = buckets[i % len(buckets)], heads[i % len(heads)]
         rows, with_logprobs = (head.rows, False) if isinstance(head, RestHead) else head
-        inputs = StepInputs.padding(runner.programs.layouts[bucket], rows, with_logprobs)
-        yield runner.dispatch(replace(inputs, proposes=not isinstance(head, RestHead)))
+        is_read = not isinstance(bucket, RestBody)
+        layout = runner.programs.layouts[bucket if isinstance(bucket, Bucket) else bucket.bucket]
+        inputs = StepInputs.padding(layout, rows, with_logprobs)
+        yield runner.dispatch(replace(inputs, proposes=not isinstance(head, RestHead), is_read=is_read))

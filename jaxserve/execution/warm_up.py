@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from jaxserve.buckets.plan import Bucket, BucketPlan
 from jaxserve.execution.compilation import compile_side_by_side
 from jaxserve.execution.pipeline_programs import AnyPrograms
-from jaxserve.execution.programs import ProgramKey, RestHead, name_of
+from jaxserve.execution.programs import ProgramKey, RestBody, RestHead, name_of
 from jaxserve.scheduling.config import resolve_policy
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -47,7 +47,7 @@ def remaining_programs(plan: BucketPlan, keys: Iterable[ProgramKey], first: Iter
     rest = set(keys) - set(first)
     heads = [(rows, with_logprobs) for with_logprobs in (False, True) for rows in plan.head_rows]
     by_turns = [key for i in range(max(len(plan.buckets), len(heads))) for key in (*plan.buckets[i : i + 1], *heads[i : i + 1])]
-    at_rest = [RestHead(rows) for rows in plan.head_rows]
+    at_rest = [*(RestHead(rows) for rows in plan.head_rows), *(RestBody(bucket) for bucket in plan.buckets)]
     return [key for key in (*by_turns, *at_rest, "score", "update", "take", "put") if key in rest]
 
 

@@ -74,7 +74,7 @@ def write_row(
 @dataclass(frozen=True, slots=True)
 class SampledRows:
     """A step's sampled tokens on the host: numpy, one entry a row. The five fields of log-probabilities are None where no request
-    asked for them, the two of speculation where it is off."""
+    asked for them, the two of speculation where it is off or the head made no drafts."""
 
     tokens: np.ndarray  # i32[R]
     bad_logits: np.ndarray  # bool[R]: the logits have a NaN or +inf, or no finite value; the token is not valid then

@@ -28,6 +28,8 @@ ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
 PATIENCE = 8  # steps of decodes in a row for which no drafts pay, and more of few rows; behind those none are made,
 PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
+RESTS_THAT_FOLLOW = 1  # in a row, in which what drafts still runs over the steps' tokens; in others it does not
+MOST_HALVINGS = 2  # of patience, and doublings of the steps between probes, each time that no drafts had paid since the last rest
 TRIAL_STEPS = 5  # without drafts, so that it is known what these steps take
 
 _STATUS, _NUM_FORCED = attrgetter("status"), attrgetter("num_forced_in_flight")
@@ -86,7 +88,9 @@ class DraftLengths:
     by_model: whether what drafts takes time, though nothing is verified. Drafts that are there are verified where that pays beside
     a step that made them for nothing. `proposes` says of each step whether its head shall make drafts, which must pay beside one
     that makes none: a few such steps are tried. Where none paid for a while it does not, but in a few steps from time to time, and
-    again when other rows decode or so few that they have another bucket.
+    again when other rows decode or so few that they have another bucket. `follows` says whether what drafts shall run over the
+    step's tokens at least, so that it can draft well as soon as it is asked. Where no drafts have paid from one rest to the next,
+    it does not: of the tokens of those steps it knows nothing then, and drafts well again for requests that come.
 
     on_host: whether the host writes `proposed` before it schedules, so that no row brings a draft that is none. Otherwise the
     device has newer drafts than `proposed`, which is a step behind.
@@ -114,9 +118,11 @@ class DraftLengths:
         self.times: RecentTimes = RecentTimes()
         self.times_at_rest: RecentTimes = RecentTimes()  # of steps whose heads made no drafts
         self.proposes: bool = True  # whether the head of the step that was scheduled last shall make drafts
+        self.follows: bool = True  # whether what drafts shall run over that step's tokens
         self._by_model = by_model
         self._pays = False  # whether drafts chosen last pay for their making too
         self._unpaid = 0  # steps of decodes in a row in which they did not
+        self._num_rests: dict[Shape, int] = {}  # of plain steps of each shape, since drafts paid there
         self._last_rows: np.ndarray = np.zeros(0, np.intp)
         self._last_shape: Shape | None = None
         self._num_steps = 0
@@ -149,17 +155,28 @@ class DraftLengths:
     def _rest(self, rows: np.ndarray, pays: bool) -> None:
         """Decides whether the step in hand makes drafts. Rows that leave change nothing until a smaller bucket holds the rest."""
         shape = self.shape(len(rows), len(rows), 1)
-        alike = shape == self._last_shape and bool(np.isin(rows, self._last_rows).all())
-        self._last_rows, self._last_shape = rows.copy(), shape
+        if not np.array_equal(rows, self._last_rows):
+            alike = shape == self._last_shape and bool(np.isin(rows, self._last_rows).all())
+            self._last_rows, self._last_shape = rows.copy(), shape
+        else:
+            alike = True
         self._unpaid = 0 if pays or not alike else self._unpaid + 1
+        if pays:
+            self._num_rests[shape] = 0
         self._num_steps += 1
         if pays and self.times_at_rest.get(shape) is None and self._num_steps >= self._next_trials.get(shape, 0):
             self._trial = TRIAL_STEPS
             self._next_trials[shape] = self._num_steps + RETRY_STEPS
-        patience = PATIENCE * (1 + 2 // max(1, len(rows)))  # what few rows say is noisy
-        self.proposes = self._unpaid < patience or self._unpaid % PROBE_EVERY < PROBE_STEPS
+        num_rests = self._num_rests.get(shape, 0)
+        patience = PATIENCE * (1 + 2 // max(1, len(rows))) >> min(num_rests, MOST_HALVINGS)  # what few rows say is noisy
+        if self._unpaid == patience:
+            self._num_rests[shape] = num_rests = num_rests + 1
+        probe_every = PROBE_EVERY << min(max(0, num_rests - 1), MOST_HALVINGS)
+        probes = self._unpaid >= probe_every and self._unpaid % probe_every < PROBE_STEPS
+        self.proposes = self._unpaid < patience or probes
         if self._trial:
             self._trial, self.proposes = self._trial - 1, False
+        self.follows = self.proposes or num_rests <= RESTS_THAT_FOLLOW
 
     def _num_known(self, rows: np.ndarray) -> np.ndarray:  # i32[n]
         return (self.proposed[rows] != NO_DRAFT).sum(1, dtype=np.int32)
@@ -211,13 +228,14 @@ class DraftLengths:
         schedule: Schedule,
         tokens: np.ndarray,  # i32[n] or i32[n, 1 + k]: sampled by each entry
         counts: np.ndarray | None,  # i32[n]: how many of them are output; None: one each
-        drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row
+        drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row; None: the head makes none
     ) -> DraftOutcomes | None:
         """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that
         have finished, nor of those with a forced token in flight: their drafts were cut, not refused. None: there were none."""
-        assert drafts is not None, "the heads of an engine that speculates propose"
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)
+        if drafts is None and (self.proposed[rows, 0] == NO_DRAFT).all():
+            return None  # a rest goes on: nothing was said that could be right
         counts = samples.astype(np.int32) if counts is None else counts
         decoding, planned, accepted = rows[:d], schedule.q_lens[:d] - 1, counts[:d] - 1
         first_tokens = tokens[:d] if tokens.ndim == 1 else tokens[:d, 0]
@@ -235,7 +253,8 @@ class DraftLengths:
             live = tried.sum(1) * counted
             (entries,) = live.nonzero()
             outcomes = DraftOutcomes(entries, live[entries], accepted[entries]) if len(entries) else None
-        self.proposed[rows[samples]] = drafts[schedule.logits_rows.firsts + counts[samples] - 1]
+        new_drafts = NO_DRAFT if drafts is None else drafts[schedule.logits_rows.firsts + counts[samples] - 1]
+        self.proposed[rows[samples]] = new_drafts
         return outcomes
 
     def _meet_new_owners(self, schedule: Schedule) -> None:

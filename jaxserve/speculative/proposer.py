@@ -122,3 +122,8 @@ class BodyReader(Proposer, Protocol):
     def read_body(self, weights: Any, state: Any, ran: Ran) -> Any:
         """The state, which is donated."""
         ...
+
+    def skip_body(self, state: Any, context: StepContext) -> Any:
+        """The state, which is donated, behind a step of one token each that it did not read: what it would have kept of these
+        tokens is nothing, not what stood there before."""
+        ...

@@ -274,5 +274,36 @@ def test_rows_that_leave_do_not_end_a_rest_before_they_have_another_bucket():
     machine.run(40)
     assert not any(machine.proposed[-20:])
     machine.rows, machine.rates = np.array([0, 1, 2, 7]), machine.rates
-    machine.run(5)
-    assert all(machine.proposed[-5:]), "another row has come"
+    machine.run(3)
+    assert all(machine.proposed[-3:]), "another row has come"
+
+
+def test_each_rest_that_follows_one_comes_sooner_and_is_probed_less_until_drafts_pay():
+    machine = Machine([0.02] * 8, 0.1, drafting=0.2, by_model=True)
+
+    def of_new_rows(num_steps: int) -> list[bool]:
+        machine.generation += 1
+        machine.run(num_steps)
+        return machine.proposed[-num_steps:]
+
+    made = [sum(of_new_rows(100)) for _ in range(5)]
+    assert made[0] > made[1] > made[2] == made[3] == made[4] == 1, made
+    assert sum(of_new_rows(500)) == 1, "no probe in four times as many steps"
+    machine.rates[:], machine.per_token = 0.97, 0.001
+    for _ in range(30):
+        of_new_rows(100)
+    assert machine.lengths_seen[-1] == K and all(machine.proposed[-50:])
+    machine.rates[:], machine.per_token = 0.02, 0.1
+    of_new_rows(60)
+    assert sum(of_new_rows(60)) > 2, "patience is there again"
+
+
+def test_a_step_at_rest_teaches_nothing_but_whether_the_drafts_before_it_were_right():
+    lengths, rows = DraftLengths(PLAN, 8, 64, K, by_model=True), np.array([3, 5])
+    step, tokens = schedule(rows, np.zeros(2, np.int32)), np.array([7, 7], np.int32)
+    lengths.take_tokens(step, tokens, None, np.full((2, K), 7, np.int32))  # from here on the rows are known
+    before = lengths.rates.copy()
+    assert lengths.take_tokens(step, np.array([7, 8], np.int32), None, None) is None
+    assert lengths.rates[3] > before[3] and lengths.rates[5] < before[5] and (lengths.proposed[rows] == NO_DRAFT).all()
+    before = lengths.rates.copy()
+    assert lengths.take_tokens(step, tokens, None, None) is None and (lengths.rates == before).all()

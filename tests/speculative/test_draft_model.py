@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, Engine, EngineConfig, SamplingParams
+from jaxserve.buckets.plan import Bucket
 from jaxserve.engine.drafting import Draft
 from jaxserve.engine.sharding import check_sharding
 from jaxserve.execution import draft_model, draft_pages
 from jaxserve.execution.draft_pages import DraftPages
-from jaxserve.execution.programs import RestHead
+from jaxserve.execution.programs import RestBody, RestHead
 from jaxserve.sampling import sampler
 from jaxserve.speculative import draft_lengths
 from jaxserve.speculative.config import SpeculativeConfig
@@ -326,3 +327,53 @@ def test_heads_make_no_drafts_where_none_pay(name, monkeypatch):
     rested = [not proposes for proposes, _ in seen]
     assert 10 < sum(rested) < len(seen) and not any(r for r, (_, adaptive) in zip(rested, seen, strict=True) if not adaptive)
     assert engine.stats.num_draft_tokens > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["near", "eagle3"])
+def test_what_never_paid_is_not_run_over_steps_at_rest(name, monkeypatch):
+    """Of their tokens it knows nothing, zeros instead of what stood in the pages before; of all others it does. Outputs stay."""
+    for constant, value in (("PATIENCE", 1), ("PROBE_EVERY", 8), ("PROBE_STEPS", 3), ("RESTS_THAT_FOLLOW", 0)):
+        monkeypatch.setattr(draft_lengths, constant, value)
+    plan = BucketPlan(decode=(2,), mixed=PLAN.mixed, head_rows=(2, *PLAN.head_rows))
+    method = "draft_model" if name == "near" else name
+    options = {"bucket_plan": plan, "async_scheduling": False, "page_size": 4, "pool_pages": 30}
+    engine = make_engine(name, speculative_config=NAMED | {"method": method, "adaptive": True}, **options)
+    lengths, dispatch, was_read, garbage = engine.draft_lengths, engine.runner.dispatch_head, [], 5.0
+    assert lengths is not None
+    for key in (RestHead(2), RestBody(Bucket(2, 2, 1))):
+        assert key in engine.runner.programs.keys
+        engine.runner.programs.get(key)
+    monkeypatch.setattr(lengths, "_choose", lambda rows, explore, queued: np.zeros(len(rows), np.int32))
+
+    def noted(body, allowed=None):
+        was_read.append(body.inputs.is_read)
+        assert body.inputs.is_read or not body.inputs.proposes
+        return dispatch(body, allowed)
+
+    engine.runner.dispatch_head = noted
+    drafts = engine.runner.state.rows.drafts
+    pages = drafts.proposer if name == "near" else drafts.proposer.kv_pages
+    pages[:] = [jnp.full_like(kv, garbage) for kv in pages]
+    prompt, params = [1, 7, 9], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (request,) = engine.add_request("0", prompt, params)
+    table = None
+    while not request.finished:
+        engine.step()
+        if not request.finished:
+            table = np.asarray(engine.runner.state.rows.page_table[request.row])
+    without = dummy.make_engine(dummy.dummy_model(config=CONFIG), **options)
+    (expected,) = without.add_request("0", prompt, params)
+    while not expected.finished:
+        without.step()
+    assert request.token_ids == expected.token_ids and was_read.count(False) > 10 < was_read.count(True)
+
+    state = engine.runner.state.rows.drafts.proposer
+    (kv, *_) = state if name == "near" else state.kv_pages
+    known = [True] * len(prompt) + was_read[1:]  # of each position's token
+    if name == "eagle3":  # of each pair, for which the state and the token behind it must be known
+        known = [now and then for now, then in itertools.pairwise(known)]
+    assert table is not None
+    for position, is_known in enumerate(known[:-1]):
+        found = np.asarray(kv[table[position // 4], :, :, position % 4])
+        assert (found != garbage).all() and (found.any() if is_known else not found.any()), (position, is_known)

@@ -3,10 +3,15 @@
 import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, Engine, SamplingParams
+from jaxserve.batching.context import StepContext
+from jaxserve.execution.draft_pages import DraftPages
+from jaxserve.execution.eagle import _pairs, _single_pairs
 from tests import dummy
 from tests.goldens.golden import ATOL, HERE
 from tests.models.test_eagle import VERSIONS, load, target
@@ -77,6 +82,26 @@ def test_drafts_do_not_depend_on_how_a_sequence_came_there(name):
         engine.reset_prefix_cache()
         same += drafts_behind(engine, tokens[: length - 1], tokens[length - 1]) == drafts
     assert same >= len(seen) - 1, "but for a near tie"
+
+
+def test_pairs_of_decodes_alone_are_those_of_any_step():
+    """The short way of steps of one token each, against the way of all others: the same slots get the same pairs."""
+    rng, pages = np.random.default_rng(0), DraftPages(num_pages=24, page_size=4, max_num_seqs=6, num_drafts=3, backend="xla")
+    kv_lens = np.array([5, 1, 16, 9, 0, 0], np.int32)  # four sequences, one of which has a single token, and padding
+    cu_q_lens = np.array([0, 1, 2, 3, 4, 4, 4], np.int32)
+    table = rng.permutation(24).reshape(6, 4).astype(np.int32)
+    nowhere = np.zeros(6, np.int32)
+    context = StepContext(nowhere, nowhere, table, cu_q_lens, kv_lens, np.int32(4), None, max_q_len=1, backend="xla")
+    kept_at = np.array([3, -1, 14, 2, -1, -1], np.int32)  # that of the fourth is not the one before its token
+    pairs = [make(jax.tree.map(jnp.asarray, context), jnp.asarray(kept_at), pages) for make in (_single_pairs, _pairs)]
+    written = []
+    for found in pairs:
+        slots = np.asarray(found.context.slot_mapping)
+        (at,) = (slots < pages.total * pages.page_size).nonzero()
+        assert np.asarray(found.from_before)[at].all()
+        of_slot = zip(*(np.asarray(x)[at].tolist() for x in (found.seq, found.token, found.context.positions)), strict=True)
+        written.append(dict(zip(slots[at].tolist(), of_slot, strict=True)))
+    assert written[0] == written[1] == {table[0, 0] * 4 + 3: (0, 0, 3), table[2, 3] * 4 + 2: (2, 2, 14)}
 
 
 @pytest.mark.parametrize(
