@@ -106,7 +106,7 @@ def our_command(name: str, args: list[str], env: dict[str, str]) -> list[str]:
         model, args = args[at + 1], args[:at] + args[at + 2 :]
     else:
         model, args = args[0], args[1:]
-    Now.model = chosen(model, args)
+    Now.model = model if os.path.exists(model) else chosen(model, args)
     flags = [*kept(args), *SMALL]
     if "--served-model-name" not in flags:
         flags += ["--served-model-name", model]
@@ -115,7 +115,7 @@ def our_command(name: str, args: list[str], env: dict[str, str]) -> list[str]:
         Now.has_key = env.get("VLLM_SERVER_DEV_MODE") == "1"
         if Now.has_key:  # our control routes need one
             flags += ["--enable_control", "--api_key", KEY]
-    return [*os.environ["JAXSERVE_COMMAND"].split(), name, model if os.path.exists(model) else Now.model, *flags]
+    return [*os.environ["JAXSERVE_COMMAND"].split(), name, Now.model, *flags]
 
 
 class Process(subprocess.Popen):

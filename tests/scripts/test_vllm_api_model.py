@@ -81,6 +81,7 @@ def test_a_name_is_found_in_the_prompt(folder, prompt, said):
     llm = LLM(out, num_pages=16, max_model_len=128, warm_up="first_use", compilation_cache_dir="")
     asked = f"Hello {prompt} today" + " instead" * 60 + "\nassistant\n"
     (answer,) = llm.generate([asked], SamplingParams(temperature=0, max_tokens=8, skip_special_tokens=False), use_tqdm=False)
+    assert llm.tokenizer is not None
     tokens = [llm.tokenizer.decode([i], skip_special_tokens=False) for i in answer.outputs[0].token_ids]
     assert tokens[-2:] == [f" {said}", "<|im_end|>"]
 
