@@ -190,4 +190,6 @@ def _in_words(mistake: Mapping[str, Any]) -> str:
         said = "unknown parameter" if missing is None else f"this server does not have it: {missing.instead}"
     elif mistake["type"] == "literal_error" and isinstance(given, str) and len(given) <= 64:
         said += f", not {given!r}"
+    elif mistake["type"] in ("greater_than_equal", "less_than_equal"):
+        said += f" [{mistake['type']}]"  # pydantic's word, which clients of vLLM's look for
     return f"{said} (at {inside})" if inside else said
