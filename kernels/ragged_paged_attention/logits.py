@@ -52,6 +52,20 @@ def scale_logits(x: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, 
     return x, unit
 
 
+def cap_logits(x: Any, *, scale: float, soft_cap: float) -> tuple[Any, float]:
+    """`scale_logits` with a soft cap, less a constant that a softmax does not see, and with one division for four columns: the unit
+    for reciprocals and exponentials bounds a kernel that caps. tanh(y) = 1 - 2 r, r = 1 / (exp(2 y) + 1), and four such r come from
+    the reciprocal of their denominators' product (Montgomery, Math. Comp. 48 (1987), 10.3.1). A NaN reaches three other columns:
+    scores of keys that a row does not see must be numbers. Of a denominator past 2^30 r is 2^-30."""
+    columns = x.shape[1] // 4
+    d = jnp.exp2(jnp.minimum(x * (2 * scale * LOG2E / soft_cap), 30.0)) + 1  # the product of four is finite
+    a, b, c, e = (d[:, i * columns : (i + 1) * columns] for i in range(4))
+    ab, ce = a * b, c * e
+    inverse = -1 / (ab * ce)
+    of_ab, of_ce = inverse * ce, inverse * ab
+    return jnp.concatenate([of_ab * b, of_ab * a, of_ce * e, of_ce * c], axis=1), 2 * soft_cap * LOG2E
+
+
 def mask_logits(
     x: Any, masked: float, *, begin: Any, position: Any, group: int, tokens: int, sliding_window: int | None
 ) -> Any:  # f32[64, block]

@@ -19,7 +19,7 @@ from kernels.ragged_paged_attention.geometry import (
     load_item,
     num_blocks,
 )
-from kernels.ragged_paged_attention.logits import MASKED, again, mask_logits, scale_logits, spread, tile_rows
+from kernels.ragged_paged_attention.logits import MASKED, again, cap_logits, mask_logits, scale_logits, spread, tile_rows
 from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
 from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
@@ -176,9 +176,13 @@ def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block
 def _softmax(g: Geometry, position, block, state, x):
     """(the state with the block's weights in it but not yet its values; those weights, f32[64, BLOCK])."""
     acc, maximum, totals = state
-    x, unit = scale_logits(x, scale=g.scale, soft_cap=g.soft_cap)
     seen = {"group": g.group, "tokens": g.tokens, "sliding_window": g.sliding_window}
-    x = mask_logits(x, MASKED / unit, begin=block * BLOCK, position=position, **seen)
+    mask = functools.partial(mask_logits, begin=block * BLOCK, position=position, **seen)
+    if g.soft_cap is None:
+        x, unit = scale_logits(x, scale=g.scale, soft_cap=None)
+    else:
+        x, unit = cap_logits(mask(x, 0.0), scale=g.scale, soft_cap=g.soft_cap)
+    x = mask(x, MASKED / unit)
     new_maximum = jnp.maximum(maximum, x.max(axis=1) * unit)
     shrink = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(x * unit - spread(new_maximum, x))
