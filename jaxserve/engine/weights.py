@@ -124,11 +124,14 @@ class WeightsAndSleep:
             raise ValueError(f"{level=} must be 1 (the weights move to the host) or 2 (they are let go)")
         if num_unfinished:
             raise RuntimeError(f"{num_unfinished} requests are unfinished: finish or abort them before sleep()")
-        if awake := set(SLEEP_PARTS) - self._asleep:
+        parts = set(SLEEP_PARTS) - self._asleep
+        if level == 2 and self._runner.has_weights:
+            parts |= {"weights"}  # also those that sleep on the host
+        if parts:
             for pool in pools:
                 pool.reset()
-            self._runner.sleep(keep_weights=level == 1, parts=sorted(awake))
-            self._asleep |= awake
+            self._runner.sleep(keep_weights=level == 1, parts=sorted(parts))
+            self._asleep |= parts
 
     def wake_up(self, tags: Collection[str] | None) -> None:
         """As `Engine.wake_up`."""

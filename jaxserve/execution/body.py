@@ -89,7 +89,7 @@ def body(
         assert drafts is not None and embedded is not None
         with jax.named_scope("read_body"):
             if not is_read:
-                own = reader.skip_body(drafts.proposer, context)
+                own = reader.skip_body(drafts.proposer, fields["seq_rows"], context)
                 return DeviceState(written, step_hidden, replace(rows, drafts=replace(drafts, proposer=own))), head_inputs
             read = jnp.concatenate([inputs[i] for i in reader.hidden_layers], -1) if reader.hidden_layers else None
             ran = Ran(embedded, fields["seq_rows"], context, x, read, at)

@@ -40,7 +40,7 @@ class DraftModel(WithPages):
         _, kv_pages = self._run(weights, state, ran.tokens, self.pages.of_body(ran.context))
         return kv_pages
 
-    def skip_body(self, state: list[jax.Array], context: StepContext) -> list[jax.Array]:
+    def skip_body(self, state: list[jax.Array], seq_rows: jax.Array, context: StepContext) -> list[jax.Array]:
         slots = self.pages.of_body(context).slot_mapping
         return [blank(kv, slots) for kv in state]
 

@@ -103,13 +103,16 @@ class Eagle(WithPages):
             state.kept_at.at[rows].set(ran.context.kv_lens - 1, mode="drop"),
         )
 
-    def skip_body(self, state: EagleState, context: StepContext) -> EagleState:
-        """Neither the pair before each token nor, behind it, that of its own state will be known."""
+    def skip_body(self, state: EagleState, seq_rows: jax.Array, context: StepContext) -> EagleState:
+        """Neither the pair before each token, where its state was kept, nor, behind it, that of its own state will be known. Where
+        it was not, the pair before is another's, whose page may be shared, or was given up a step ago."""
+        kept_at = state.kept_at.at[seq_rows].get(mode="fill", fill_value=-1)
         seq, size = jnp.arange(len(context.kv_lens), dtype=jnp.int32), self.pages.page_size
         places = jnp.concatenate([context.kv_lens - 2, context.kv_lens - 1])
+        is_own = jnp.concatenate([kept_at == context.kv_lens - 2, jnp.ones(len(seq), bool)]) & (places >= 0)
         of, at = jnp.tile(seq, 2), jnp.maximum(places, 0)
         past = self.pages.total * size + jnp.arange(len(places), dtype=jnp.int32)
-        slots = jnp.where(places >= 0, context.page_table[of, at // size] * size + at % size, past)
+        slots = jnp.where(is_own, context.page_table[of, at // size] * size + at % size, past)
         return replace(state, kv_pages=[blank(kv, slots) for kv in state.kv_pages])
 
     def propose(self, weights: list[jax.Array], state: EagleState, seen: Seen) -> tuple[EagleState, jax.Array, jax.Array | None]:

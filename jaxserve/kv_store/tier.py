@@ -68,7 +68,7 @@ def empty_pages(name: str, max_bytes: int, shape: tuple[int, ...], dtype: Any) -
 
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which leaves what is written as it is
-_PIECE = 16 << 20  # bytes that are taken at once
+_PIECE = 2 << 20  # bytes that are taken at once: some milliseconds, for which other calls for memory may have to wait
 _SYSTEM_PAGE: int = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -439,7 +439,7 @@ class EngineLoop:
 
     def _sleep(self, level: int) -> None:
         self.engine.sleep(level)
-        self._sleep_level = level
+        self._sleep_level = max(self._sleep_level, level)  # weights that are gone do not come back by a lower one
 
     def _wake_up(self, tags: Sequence[str] | None) -> bool:
         self.engine.wake_up(tags)

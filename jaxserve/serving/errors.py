@@ -158,7 +158,7 @@ def _first_mistake(error: RequestValidationError) -> tuple[str | None, str, str]
     union's alternatives, are joined."""
     by_param: dict[str, list[str]] = {}
     for mistake in error.errors():
-        place = [part for part in mistake["loc"] if not str(part).startswith("<")]  # "<chat>": which of several a body is
+        place = [part for part in mistake["loc"] if part not in ("<chat>", "<completion>")]  # which of several a body is
         mistake = mistake | {"loc": tuple(place)}
         said = _in_words(mistake)
         where, *inside = mistake["loc"]

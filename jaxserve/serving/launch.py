@@ -32,7 +32,8 @@ def load_llm(options: ModelOptions, hosts: HostGroup | None = None) -> LLM:
 
 def _leave_programs_uncollected(engine: Engine) -> None:
     """What compiling behind the steps has left stays, and Python's garbage collector need not look at it again: 50,000 objects of
-    a small model's plan, at which a full collection looks for 0.1 s while every stream waits."""
+    a small model's plan, at which a full collection looks for 0.1 s while every stream waits. Nor at what is garbage just then: a
+    collection before would be such a pause."""
     if not engine.num_programs_left:
         gc.freeze()
 

@@ -33,7 +33,7 @@ MISSING: dict[str, Missing] = {
     "mm_processor_kwargs": Missing("prompts are text", ({},)),
     "mm_payload": Missing("prompts are text", ("tensors",)),
     "return_mm_kwargs": Missing("prompts are text", (True,)),
-    "return_token_offsets": Missing("vLLM answers it on /render alone, which is not here", (False,)),
+    "return_token_offsets": Missing("vLLM answers it on /render alone; ours tells no offsets", (False,)),
     "routed_experts_prompt_start": Missing("answers do not say which experts a token went to", (0,)),
     "vllm_xargs": Missing("there are no extensions that could read it", ({},)),
     "max_tool_calls": Missing("tools are run by the client, which can count them", of=_RESPONSES),

@@ -123,7 +123,7 @@ class BodyReader(Proposer, Protocol):
         """The state, which is donated."""
         ...
 
-    def skip_body(self, state: Any, context: StepContext) -> Any:
+    def skip_body(self, state: Any, seq_rows: jax.Array, context: StepContext) -> Any:
         """The state, which is donated, behind a step of one token each that it did not read: what it would have kept of these
-        tokens is nothing, not what stood there before."""
+        tokens is nothing, not what stood there before. seq_rows: as `Ran`'s."""
         ...

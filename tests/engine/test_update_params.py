@@ -451,6 +451,19 @@ def test_what_is_half_awake_sleeps_again(engine):
     assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
 
 
+def test_a_deeper_sleep_lets_go_of_weights_that_sleep(engine):
+    engine.update_params(OTHER)
+    engine.sleep(1)
+    engine.wake_up(["kv_cache"])
+    engine.sleep(2)
+    assert all(x is None for x in engine.runner.programs.functions.weights)
+    engine.wake_up()
+    with pytest.raises(RuntimeError, match=r"no weights .*update_params\(\)"):
+        engine.add_request("x", PROMPT, GREEDY)
+    engine.update_params(OTHER)
+    assert serve(engine, [Ask(PROMPT, GREEDY)]).answers["0"].tokens == greedy_alone(OTHER, PROMPT, 12)
+
+
 def test_sleep_with_unfinished_requests_is_refused(engine):
     engine.add_request("x", PROMPT, GREEDY)
     with pytest.raises(RuntimeError, match="1 requests are unfinished"):

@@ -54,6 +54,7 @@ WRONG = [
     ({"structured_outputs": {"json": {"type": "string", "minLength": 2, "maxLength": 1}}}, "structured_outputs", "json: "),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, None, "not both"),
     ({"guided_json": {}}, "guided_json", "unknown parameter"),
+    ({"<x>": 1}, "<x>", "unknown parameter"),
 ]
 
 

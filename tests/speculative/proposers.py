@@ -51,7 +51,7 @@ class Reader(Markov):
         pages = jnp.full((self.max_num_seqs, self.pages_per_seq), -1, jnp.int32)
         return super().init_state() | {"hidden": hidden, "tokens": jnp.full(self.num_slots, -1, jnp.int32), "pages": pages}
 
-    def skip_body(self, state: Any, context: Any) -> Any:
+    def skip_body(self, state: Any, seq_rows: Any, context: Any) -> Any:
         raise NotImplementedError("it does not adapt, and reads every step")
 
     def read_body(self, weights: Any, state: Any, ran: Ran) -> Any:

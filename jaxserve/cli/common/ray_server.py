@@ -66,6 +66,9 @@ def serve_on_ray(fleet: FleetOptions) -> None:
     from jaxserve.ray.resources import ROUTING_ENVIRONMENT
 
     if fleet.router_policy is not None:
+        for name, value in ROUTING_ENVIRONMENT.items():
+            if (given := os.environ.get(name, value)) != value:
+                raise app.UsageError(f"--router_policy={fleet.router_policy} needs {name}={value}, which is {given!r} here")
         os.environ.update(ROUTING_ENVIRONMENT)  # before Ray Serve reads it here, and for the processes of a cluster of our own
     import ray  # pyright: ignore[reportMissingImports]
     from ray import serve  # pyright: ignore[reportMissingImports]

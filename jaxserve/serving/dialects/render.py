@@ -49,6 +49,8 @@ class Rendered(Struct, kw_only=True):
     cache_salt: str | None
     priority: int
     reasoning_ended: bool | None
+    return_token_ids: bool | None
+    timeout: float | None
 
 
 RenderedPrompts = list[Rendered]
@@ -88,6 +90,8 @@ async def _rendered(
     check_model(body.model, served.names)
     if body.use_beam_search:
         raise RefusedError("use_beam_search: /inference/v1/generate has no beam search", param="use_beam_search")
+    if body.max_tokens == 0:
+        raise RefusedError("max_tokens=0: /inference/v1/generate answers with a token at least", param="max_tokens")
     size, request_id = len(await request.body()), f"{prefix}-{request_id_of(request, body)}"
 
     def work() -> list[Rendered]:
@@ -112,7 +116,8 @@ def _written(served: Served, body: ChatRequest | CompletionRequest, request_id: 
     if isinstance(body, ChatRequest) and form is not None and form.preamble is not None:
         if body.continued and not form.preamble[0]:
             raise RefusedError("continue_final_message: of an answer that breaks off in its reasoning no form can be rendered")
-        ended = body.include_reasoning is False  # what the engine answers is not parsed, so that nothing could be left out
+        # What the engine answers is not parsed, so that nothing could be left out; a budget is of thinking, which there is then.
+        ended = body.include_reasoning is False and form.max_preamble_tokens is None
     return Rendered(
         request_id=request_id,
         model=body.model or served.names[0],
@@ -123,6 +128,8 @@ def _written(served: Served, body: ChatRequest | CompletionRequest, request_id: 
         cache_salt=ask.cache_salt,
         priority=ask.priority,
         reasoning_ended=ended,
+        return_token_ids=body.return_token_ids,
+        timeout=body.timeout,
     )
 
 

@@ -60,6 +60,10 @@ def test_a_form_stays_behind_the_reasoning(thinking, opening):
     assert generated(thinking, rendered) == answer["token_ids"]
     at_once = ok(thinking.client.post("/v1/chat/completions/render", json=body | {"include_reasoning": False}))
     assert at_once["reasoning_ended"] is True and generated(thinking, at_once) == ids("xxx")
+    bounded = body | {"thinking_token_budget": 2}
+    answer = ok(thinking.client.post("/v1/chat/completions", json=bounded | {"return_token_ids": True}))["choices"][0]
+    rendered = ok(thinking.client.post("/v1/chat/completions/render", json=bounded | {"include_reasoning": False, "timeout": 60}))
+    assert rendered["timeout"] == 60 and generated(thinking, rendered) == answer["token_ids"]
 
 
 def test_refusals(server, thinking):
@@ -69,6 +73,7 @@ def test_refusals(server, thinking):
     assert "beam search" in refused(server, "/v1/completions", prompt="a", use_beam_search=True)
     assert "best" in refused(server, "/v1/chat/completions", messages=USER, best=1)
     assert "256" in refused(server, "/v1/completions", prompt="a" * 300)
+    assert "max_tokens=0" in refused(server, "/v1/completions", prompt="a", echo=True, max_tokens=0)
     within = [*USER, {"role": "assistant", "content": "<think>so"}]
     asked = {"messages": within, "continue_final_message": True, "structured_outputs": {"regex": "x"}}
     assert "breaks off" in refused(thinking, "/v1/chat/completions", **asked)
