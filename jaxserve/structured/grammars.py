@@ -161,7 +161,7 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams, vocabulary: Future[Any]) -> Grammar:
         tokens = vocabulary.result()
         if params.preamble is not None and params.kind in FOUND_OUT_BY_MASK:  # the first mask is the preamble's: check without it
-            self._start(replace(params, preamble=None), tokens)
+            self._start(replace(params, preamble=None, max_preamble_tokens=None), tokens)
         return Grammar(self._start(params, tokens))
 
     def _start(self, params: StructuredOutputsParams, tokens: LLTokenizer) -> LLMatcher:

@@ -256,9 +256,10 @@ def test_a_budget_holds_where_the_model_begins_to_think(counted):
     assert ok(chat(counted, thinking_token_budget=3))["choices"][0]["message"]["content"] == "BCDE", "it need not think"
 
 
-def test_a_form_follows_a_budget(counted):
+@pytest.mark.parametrize("form", [{"choice": ["yes"]}, {"regex": "yes"}])
+def test_a_form_follows_a_budget(counted, form):
     asked = {"chat_template_kwargs": {"opening": "<think>"}, "logit_bias": {"120": 50}, "max_tokens": 20}
-    message = ok(chat(counted, thinking_token_budget=2, structured_outputs={"choice": ["yes"]}, **asked))["choices"][0]["message"]
+    message = ok(chat(counted, thinking_token_budget=2, structured_outputs=form, **asked))["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("xx", "yes")
 
 
@@ -270,8 +271,10 @@ def test_a_budget_is_rendered(counted, form):
     answer = ok(counted.client.post("/v1/chat/completions", json=body | {"return_token_ids": True}))
     rendered = ok(counted.client.post("/v1/chat/completions/render", json=body))
     assert rendered["reasoning_ended"] is False and rendered["sampling_params"]["thinking_token_budget"] == 2
-    found = ok(counted.client.post("/inference/v1/generate", json=rendered))["choices"][0]["token_ids"]
-    assert found == answer["choices"][0]["token_ids"] and found[:2] == ids("xx")
+    unseen = ok(counted.client.post("/v1/chat/completions/render", json=body | {"include_reasoning": False}))
+    for asked in (rendered, unseen):
+        found = ok(counted.client.post("/inference/v1/generate", json=asked))["choices"][0]["token_ids"]
+        assert found == answer["choices"][0]["token_ids"] and found[:2] == ids("xx")
 
 
 def test_a_budget_of_a_completion(counted):

@@ -60,10 +60,7 @@ def test_a_form_stays_behind_the_reasoning(thinking, opening):
     assert generated(thinking, rendered) == answer["token_ids"]
     at_once = ok(thinking.client.post("/v1/chat/completions/render", json=body | {"include_reasoning": False}))
     assert at_once["reasoning_ended"] is True and generated(thinking, at_once) == ids("xxx")
-    bounded = body | {"thinking_token_budget": 2}
-    answer = ok(thinking.client.post("/v1/chat/completions", json=bounded | {"return_token_ids": True}))["choices"][0]
-    rendered = ok(thinking.client.post("/v1/chat/completions/render", json=bounded | {"include_reasoning": False, "timeout": 60}))
-    assert rendered["timeout"] == 60 and generated(thinking, rendered) == answer["token_ids"]
+    assert ok(thinking.client.post("/v1/chat/completions/render", json=body | {"timeout": 60}))["timeout"] == 60
 
 
 def test_refusals(server, thinking):
