@@ -69,11 +69,17 @@ class EagleConfig:
         """Reads a head's config.json. keys: of its tensors.
 
         Raises:
-          NotImplementedError: an option of the layer that is not built, more than one layer.
-          ValueError: it is of another vocabulary or hidden size than the target, or reads layers that the target does not have; all
-            misfits are listed.
+          NotImplementedError: an option of the layer that is not built, more than one layer, an EAGLE-1 head of `speculators` with
+            norms of its own.
+          ValueError: `speculators` made it for another method; it is of another vocabulary or hidden size than the target, or reads
+            layers that the target does not have; all misfits are listed.
         """
         hf = read_json(source, "config.json")
+        kind, wanted = hf.get("speculators_model_type"), "eagle3" if version == 3 else "eagle"
+        if kind not in (None, wanted):
+            raise ValueError(f"speculators_model_type={kind!r} of this head is not that of an EAGLE-{version} head, {wanted!r}")
+        if kind == "eagle" and hf.get("layernorms"):
+            raise NotImplementedError("layernorms=true in an EAGLE-1 head of speculators (as HASS has them): without is supported")
         hf = hf | hf.get("transformer_layer_config", {})  # of speculators
         if hf.get("num_hidden_layers", 1) != 1:
             raise NotImplementedError(f"num_hidden_layers={hf['num_hidden_layers']} in an EAGLE head: one layer is supported")
@@ -86,8 +92,8 @@ class EagleConfig:
         layers = said.get("eagle_aux_hidden_state_layer_ids") or hf.get("eagle_aux_hidden_state_layer_ids")
         if layers is None:
             layers = (2, target.num_layers // 2, target.num_layers - 3)
-        has_embedding = "embed_tokens.weight" in keys
-        config = cls(layer=layer, version=version, fc_bias="fc.bias" in keys, has_embedding=has_embedding)
+        has_embedding, fc_bias = "embed_tokens.weight" in keys, "fc.bias" in keys or "fusion_fc.bias" in keys
+        config = cls(layer=layer, version=version, fc_bias=fc_bias, has_embedding=has_embedding)
         if version == 3:
             size = hf.get("draft_vocab_size") or layer.vocab_size
             norm_first = bool(hf.get("norm_before_residual"))
@@ -194,11 +200,13 @@ class EagleHead(nnx.Module):
 
 def key_table(config: EagleConfig, keys: Collection[str] = ()) -> dict[str, Source]:
     """{our path: Source} of every float weight. keys: what the checkpoint holds: the layer of version 3 is `midlayer` by its
-    authors, `layers.0` by others."""
-    theirs = "layers.0" if config.version == 1 or any(key.startswith("layers.0.") for key in keys) else "midlayer"
-    table = linear("fc", ("fc.weight",)) | layer_linears(config.layer, "", theirs)
+    authors, `layers.0` by others; version 1 has `transformer` and `fusion_fc` in speculators."""
+    theirs, fc = "layers.0" if config.version == 1 or any(key.startswith("layers.0.") for key in keys) else "midlayer", "fc"
+    if config.version == 1 and "fusion_fc.weight" in keys:
+        theirs, fc = "transformer", "fusion_fc"
+    table = linear("fc", (f"{fc}.weight",)) | layer_linears(config.layer, "", theirs)
     if config.fc_bias:
-        table["fc/bias"] = Source(("fc.bias",), as_is)
+        table["fc/bias"] = Source((f"{fc}.bias",), as_is)
     table["mlp_norm/scale"] = Source((f"{theirs}.post_attention_layernorm.weight",), as_is)
     if config.has_embedding:
         table["embed_tokens/embedding"] = Source(("embed_tokens.weight",), as_is)

@@ -122,6 +122,33 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path):
         load("eagle3", tmp_path)
 
 
+SPECULATORS = {"speculators_model_type": "eagle", "layernorms": False, "fusion_bias": True}
+
+
+def test_eagle1_heads_of_speculators_are_the_same(tmp_path):
+    """Their names for the tensors of the head whose logits are torch's, and its config within theirs. A head with norms of its own,
+    which would need another forward, is refused by its config, and by a tensor where the config does not say so."""
+    (tmp_path / "eagle1").mkdir()
+    config, tensors = json.loads((HERE / "eagle1" / "config.json").read_text()), load_file(HERE / "eagle1" / "model.safetensors")
+    said = {"architectures": ["EagleSpeculator"], **SPECULATORS, "transformer_layer_config": config}
+    (tmp_path / "eagle1" / "config.json").write_text(json.dumps(said))
+    names = {name: name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc.") for name in tensors}
+    assert {"fusion_fc.weight", "fusion_fc.bias", "transformer.mlp.up_proj.weight"} <= set(names.values())
+    theirs = {names[name]: x for name, x in tensors.items()}
+    save_file(theirs, tmp_path / "eagle1" / "model.safetensors")
+    found, wanted = (named_leaves(load("eagle1", folder)) for folder in (tmp_path, HERE))
+    assert found.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(found[path], leaf)
+    save_file(theirs | {"embedding_layernorm.weight": np.ones(40, np.float32)}, tmp_path / "eagle1" / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"embedding_layernorm\.weight"):
+        load("eagle1", tmp_path)
+    with pytest.raises(NotImplementedError, match="layernorms=true in an EAGLE-1 head of speculators"):
+        EagleConfig.from_hf(said | {"layernorms": True}, target().config, version=1)
+    with pytest.raises(ValueError, match="speculators_model_type='eagle' of this head is not that of an EAGLE-3 head, 'eagle3'"):
+        EagleConfig.from_hf(said, target().config, version=3)
+
+
 def save_pickled(path, tensors: dict[str, np.ndarray]) -> None:
     """What torch.save writes of a state dict, in pickle's text protocol: each tensor in a storage of its own."""
     kinds = {"float32": "FloatStorage", "int64": "LongStorage", "bool": "BoolStorage"}

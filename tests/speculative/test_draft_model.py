@@ -352,8 +352,9 @@ def test_what_never_paid_is_not_run_over_steps_at_rest(name, monkeypatch):
         return dispatch(body, allowed)
 
     engine.runner.dispatch_head = noted
-    drafts = engine.runner.state.rows.drafts
-    pages = drafts.proposer if name == "near" else drafts.proposer.kv_pages
+    runner: Any = engine.runner
+    proposer = runner.state.rows.drafts.proposer
+    pages = proposer if name == "near" else proposer.kv_pages
     pages[:] = [jnp.full_like(kv, garbage) for kv in pages]
     prompt, params = [1, 7, 9], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     (request,) = engine.add_request("0", prompt, params)
@@ -361,14 +362,14 @@ def test_what_never_paid_is_not_run_over_steps_at_rest(name, monkeypatch):
     while not request.finished:
         engine.step()
         if not request.finished:
-            table = np.asarray(engine.runner.state.rows.page_table[request.row])
+            table = np.asarray(runner.state.rows.page_table[request.row])
     without = dummy.make_engine(dummy.dummy_model(config=CONFIG), **options)
     (expected,) = without.add_request("0", prompt, params)
     while not expected.finished:
         without.step()
     assert request.token_ids == expected.token_ids and was_read.count(False) > 10 < was_read.count(True)
 
-    state = engine.runner.state.rows.drafts.proposer
+    state = runner.state.rows.drafts.proposer
     (kv, *_) = state if name == "near" else state.kv_pages
     known = [True] * len(prompt) + was_read[1:]  # of each position's token
     if name == "eagle3":  # of each pair, for which the state and the token behind it must be known

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -91,9 +90,10 @@ def test_pairs_of_decodes_alone_are_those_of_any_step():
     cu_q_lens = np.array([0, 1, 2, 3, 4, 4, 4], np.int32)
     table = rng.permutation(24).reshape(6, 4).astype(np.int32)
     nowhere = np.zeros(6, np.int32)
-    context = StepContext(nowhere, nowhere, table, cu_q_lens, kv_lens, np.int32(4), None, max_q_len=1, backend="xla")
+    given = map(jnp.asarray, (nowhere, nowhere, table, cu_q_lens, kv_lens, np.int32(4)))
+    context = StepContext(*given, None, max_q_len=1, backend="xla")
     kept_at = np.array([3, -1, 14, 2, -1, -1], np.int32)  # that of the fourth is not the one before its token
-    pairs = [make(jax.tree.map(jnp.asarray, context), jnp.asarray(kept_at), pages) for make in (_single_pairs, _pairs)]
+    pairs = [make(context, jnp.asarray(kept_at), pages) for make in (_single_pairs, _pairs)]
     written = []
     for found in pairs:
         slots = np.asarray(found.context.slot_mapping)
