@@ -91,7 +91,7 @@ def test_pairs_of_decodes_alone_are_those_of_any_step():
     table = rng.permutation(24).reshape(6, 4).astype(np.int32)
     nowhere = np.zeros(6, np.int32)
     given = map(jnp.asarray, (nowhere, nowhere, table, cu_q_lens, kv_lens, np.int32(4)))
-    context = StepContext(*given, None, max_q_len=1, backend="xla")
+    context = StepContext(*given, work=None, max_q_len=1, backend="xla")
     kept_at = np.array([3, -1, 14, 2, -1, -1], np.int32)  # that of the fourth is not the one before its token
     pairs = [make(context, jnp.asarray(kept_at), pages) for make in (_single_pairs, _pairs)]
     written = []
