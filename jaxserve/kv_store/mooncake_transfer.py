@@ -79,3 +79,7 @@ class MooncakeTransfer:
             if status != _PENDING:
                 raise TransferError(f"Mooncake could not read from {peer} (status {status})")
         raise TransferError(f"Mooncake has not read {into.nbytes} bytes within {seconds:g} s")
+
+    def close(self) -> None:
+        """As `Transfer.close`: an engine ends when nothing refers to it."""
+        self._engine = None

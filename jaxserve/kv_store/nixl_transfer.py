@@ -84,6 +84,10 @@ class NixlTransfer:
             late = f"has not read {into.nbytes} bytes within {seconds:g} s" if state == "PROC" else "could not read"
             raise TransferError(f"NIXL {late}")
 
+    def close(self) -> None:
+        """As `Transfer.close`: an agent ends when nothing refers to it."""
+        self._agent = None
+
 
 def _nixl_api() -> Any:
     """NIXL's module of agents. ValueError if it is not installed."""

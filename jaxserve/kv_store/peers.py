@@ -189,6 +189,7 @@ class PeerTier:
         self._server.close()
         for peer in self._peers:
             peer.hang_up()
+        self._transfer.close()
 
     # -- what other engines ask, on threads of the server
 

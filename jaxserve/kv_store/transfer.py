@@ -48,6 +48,10 @@ class Transfer(Protocol):
         """Fills `into` from the peer's memory at `address`. TransferError: it could not."""
         ...
 
+    def close(self) -> None:
+        """Ends its threads. Nothing of it is called after this, and the memory that was registered is its owner's alone."""
+        ...
+
 
 def looks(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Yields when it is time to look whether a read is done, for so many seconds: often at first, then each millisecond."""

@@ -44,3 +44,6 @@ class MemoryTransfer:
                 into[:] = np.frombuffer((ctypes.c_ubyte * into.nbytes).from_address(address), np.uint8)
                 return
         raise TransferError("what is not registered")
+
+    def close(self):
+        self.network[self.name] = []

@@ -268,12 +268,15 @@ def test_where_mooncake_is_not_installed_it_is_said_how_to(monkeypatch):
         make_store(parse_kv_store("mooncake:127.0.0.1:0:1MiB"), LAYOUT)
 
 
-def test_closed_tiers_leave_no_thread(engines):
+def test_closed_tiers_leave_no_thread_and_no_memory_registered(engines):
     one = engines()
     other = engines(one)
     assert read(other, 0) is None
+    network = one._transfer.network
+    assert all(network.values())
     other.close()
     one.close()
+    assert not any(network.values())
     deadline = time.monotonic() + 30
     while any(thread.name.startswith("jaxserve-kv-lease") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
