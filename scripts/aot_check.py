@@ -5,6 +5,7 @@
     python -m scripts.aot_check --model=FOLDER --bucket_plan=plan.json --buckets=all --max_model_len=8192
     python -m scripts.aot_check --kernels=few --target=a100,l40s,rtx4090,b200      kernels that need no Hopper GPU
     python -m scripts.aot_check --kernels=none --speculative_config='{"num_speculative_tokens": 4}'      drafting heads too
+    python -m scripts.aot_check --kernels=none --model=qwen3-8b --speculative_config='{"method": "eagle3", "model": "target"}'
 
 Runs in the environment that `make setup-aot` makes (.venv-aot: jax's CUDA plugin and ptxas, no driver). Compiles our Mosaic
 kernels and the engine's own programs from shapes alone, in a process for each architecture. Faults are listed, and the exit status
@@ -97,7 +98,10 @@ _DETERMINISTIC = flags.DEFINE_enum(
 )
 _PLAN = flags.DEFINE_string("bucket_plan", None, "A bucket plan's JSON file.")
 _SPECULATION = flags.DEFINE_string(
-    "speculative_config", None, 'Heads that draft too, and a draft bucket: \'{"method": "ngram", "num_speculative_tokens": 4}\'.'
+    "speculative_config",
+    None,
+    'Heads that draft too, and a draft bucket: \'{"method": "ngram", "num_speculative_tokens": 4}\'. A draft\'s "model" is a '
+    'preset, a folder with a config.json, or "target" for heads of its own sizes.',
 )
 _UTILIZATION = flags.DEFINE_float("gpu_memory_utilization", 0.9, "Share of the process's memory that the engine takes.")
 _FRACTION = flags.DEFINE_float(

@@ -84,6 +84,7 @@ class AbstractStep:
         import jax.numpy as jnp
 
         from jaxserve.config import EngineConfig
+        from jaxserve.engine.drafting import draft_functions
         from jaxserve.engine.kernel_choice import choose_kernels
         from jaxserve.engine.resolution import model_functions
         from jaxserve.engine.sharding import model_shards
@@ -92,6 +93,7 @@ class AbstractStep:
         from jaxserve.models import Decoder
         from jaxserve.models.shards import ShardedModel
         from kernels import gpu
+        from scripts.aot.drafts import abstract_draft
 
         config = EngineConfig(**options)
         dtype = (model.dtype or "bfloat16") if config.dtype == "auto" else config.dtype
@@ -106,6 +108,8 @@ class AbstractStep:
                 local, whole = shards.local, ShardedModel(shards, shards.module(**form), shards.abstract(**form))
             kernels = choose_kernels(local, jnp.dtype(dtype), replace(config, skip_qualification=True))
             functions = model_functions(whole, config, kernels.layer)
+            draft = abstract_draft(config, model, functions.dtype)
+            functions.draft = None if draft is None else draft_functions(draft, config, functions)
             resolve = functools.partial(
                 resolve_config,
                 config,
