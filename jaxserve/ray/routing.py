@@ -26,7 +26,7 @@ from jaxserve.routing.policy import Load, RoutingPolicy, make_policy
 from jaxserve.routing.prompts import prompt_blocks
 
 
-class ByPolicy(RequestRouter):
+class _ByPolicy(RequestRouter):
     """Ray's choice of a replica for a request, as one of jaxserve.routing's policies makes it. The first argument of a request is
     its prompt's blocks."""
 
@@ -61,7 +61,7 @@ def load_of(stats: Mapping[str, Any] | None) -> Load:
 def router_config(policy: str) -> RequestRouterConfig:
     """Of the replicas' deployment."""
     return RequestRouterConfig(
-        request_router_class=ByPolicy,
+        request_router_class=_ByPolicy,
         request_router_kwargs={"policy": policy},
         request_routing_stats_period_s=STATS_SECONDS,
     )

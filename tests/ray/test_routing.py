@@ -33,9 +33,9 @@ def chosen(router: Any, argument: Any, replicas: Any = REPLICAS) -> str:
 
 @pytest.fixture
 def router() -> Any:
-    from jaxserve.ray.routing import ByPolicy
+    from jaxserve.ray.routing import _ByPolicy
 
-    made = ByPolicy.__new__(ByPolicy)  # Ray's own part of it needs a cluster
+    made = _ByPolicy.__new__(_ByPolicy)  # Ray's own part of it needs a cluster
     made.initialize_state(policy="prefix_aware")
     return made
 
