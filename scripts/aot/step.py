@@ -72,6 +72,7 @@ class AbstractStep:
     device_bytes: int
     limit_bytes: int
     target: str
+    draft_page_bytes: int = 0  # of a page, beside the target's
 
     @classmethod
     def make(cls, model: Any, options: dict[str, Any], target: str, memory_fraction: float, mesh: Any = None) -> AbstractStep:
@@ -88,10 +89,12 @@ class AbstractStep:
         from jaxserve.engine.kernel_choice import choose_kernels
         from jaxserve.engine.resolution import model_functions
         from jaxserve.engine.sharding import model_shards
+        from jaxserve.execution.draft_functions import kv_bytes
         from jaxserve.execution.pipeline_programs import make_programs
         from jaxserve.execution.resolved_config import resolve_config
         from jaxserve.models import Decoder
         from jaxserve.models.shards import ShardedModel
+        from jaxserve.scheduling.config import DEFAULT_PAGE_SIZE
         from kernels import gpu
         from scripts.aot.drafts import abstract_draft
 
@@ -110,6 +113,8 @@ class AbstractStep:
             functions = model_functions(whole, config, kernels.layer)
             draft = abstract_draft(config, model, functions.dtype)
             functions.draft = None if draft is None else draft_functions(draft, config, functions)
+            page_size = config.page_size or DEFAULT_PAGE_SIZE
+            page_bytes = 0 if draft is None else kv_bytes(functions.draft, 1, page_size)
             resolve = functools.partial(
                 resolve_config,
                 config,
@@ -119,8 +124,10 @@ class AbstractStep:
                 device_limit=limit,
                 attention_backend=kernels.attention,
                 local=local,
+                draft_page_bytes=page_bytes,
             )
-            return cls(make_programs(functions, _tightest(_resolved(functions, resolve))), resolve, device, limit, target)
+            programs = make_programs(functions, _tightest(_resolved(functions, resolve)))
+            return cls(programs, resolve, device, limit, target, page_bytes)
 
     @property
     def config(self) -> Any:
@@ -138,13 +145,13 @@ class AbstractStep:
         """
         from jaxserve.sampling.edit_rows import EditLayout
 
-        reserve += self.programs.draft_bytes
+        reserve += self.programs.draft_bytes - self.config.cache.num_pages * self.draft_page_bytes
         found = _resolved(self.programs.functions, self.resolve, reserve)
         config = _tightest(found)
         engine, limits, page_size = config.engine, config.scheduler, config.cache.page_size
         longest = engine.max_model_len or config.model.max_position_embeddings  # before the pool shortens it
         stages = [
-            StageFit(len(stage.functions.layers), stage.functions.num_bytes, one.pages.page_bytes, one.cache.num_pages)
+            StageFit(len(stage.functions.layers), _weight_bytes(stage.functions), one.pages.page_bytes, one.cache.num_pages)
             for stage, one in zip(self.stages, found, strict=True)
         ]
         return MemoryFit(
@@ -154,7 +161,7 @@ class AbstractStep:
             weights=stages[found.index(config)].weights,
             reserve=reserve,
             edits=limits.max_num_seqs * EditLayout(limits.max_model_len, config.model.vocab_size).row_bytes,
-            page=config.pages.page_bytes,
+            page=config.pages.page_bytes + self.draft_page_bytes,
             page_size=page_size,
             num_pages=config.cache.num_pages,
             wanted_pages=limits.max_num_seqs // limits.num_groups * math.ceil(longest / page_size),
@@ -186,8 +193,14 @@ class AbstractStep:
 def _resolved(functions: Any, resolve: Callable[..., Any], temp_bytes: int = 0) -> list[Any]:
     """The config as each stage would have it, `temp_bytes` set aside for programs."""
     return [
-        resolve(weight_bytes=stage.num_bytes, num_layers=len(stage.layers), temp_bytes=temp_bytes) for stage in functions.stages
+        resolve(weight_bytes=_weight_bytes(stage), num_layers=len(stage.layers), temp_bytes=temp_bytes)
+        for stage in functions.stages
     ]
+
+
+def _weight_bytes(functions: Any) -> int:
+    """Of a stage, and of what drafts beside it."""
+    return functions.num_bytes + (0 if functions.draft is None else functions.draft.num_bytes)
 
 
 def _tightest(configs: Sequence[Any]) -> Any:
