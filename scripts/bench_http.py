@@ -165,7 +165,7 @@ def main() -> None:
         raise app.UsageError("give either --url or --replay")
     if _PROCESSES.value > 1 and not _REPLAY.value:
         raise app.UsageError("--api_server_count is of the server that --replay starts: give it to `jaxserve serve`")
-    from jaxserve.cli.common.provenance import write_json
+    from jaxserve.cli.common.provenance import provenance, write_json
 
     if _REPLAY.value:
         replay = ("--serve_replay", f"--replay_step_ms={_STEP_MS.value}", f"--api_server_count={_PROCESSES.value}")
@@ -185,7 +185,7 @@ def main() -> None:
         result |= {"server_cpu_seconds": spent, "chunks_per_cpu_second": result["chunks"] / spent, **lags}
     shown = " ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items())
     print(f"bench_http {url}: {shown}", file=sys.stderr if _JSON.value == "-" else sys.stdout)
-    write_json(_JSON.value, result)
+    write_json(_JSON.value, {"benchmark": "http", **provenance(), **result})
 
 
 if __name__ == "__main__":

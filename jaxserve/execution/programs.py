@@ -215,7 +215,7 @@ class Programs:
             return spec
         taken = REPLICATED if spans_hosts(mesh) else MOVED_HEADS  # host 0 has no part of other processes' devices
         cut: dict[ProgramKey, Any] = {"take": taken, "put": KV_HEADS}
-        results = (state_specs(), REPLICATED) if isinstance(key, Bucket) else cut.get(key, REPLICATED)
+        results = (state_specs(), REPLICATED) if isinstance(key, Bucket | RestBody) else cut.get(key, REPLICATED)
         return spec._replace(function=run_on_mesh(spec.function, mesh, spec.args, results), args=on_mesh(spec.args, mesh))
 
     def _local_spec(self, key: ProgramKey) -> ProgramSpec:
