@@ -1,7 +1,8 @@
 """A connection of the HTTP server: uvicorn's, with a bound on everything that a client can make it hold.
 
 Owns the bounds of what is not a request yet, or not any more: bytes and time of a request line and headers, requests sent ahead,
-answers that nobody reads, and how many connections there are. Bodies are middleware.BodyLimit's.
+answers that nobody reads, and how many connections there are. Bodies are middleware.BodyLimit's. A connection tells its requests
+which key it has shown before, by `state.shown_key`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from jaxserve.serving.keys import ShownKey
 from jaxserve.serving.options import HTTPOptions
 
 MAX_AHEAD = 16  # requests that a client may send before the first of them is answered
@@ -46,6 +48,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._arriving: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._num_unread = 0
+        self._shown_key = ShownKey()
 
     # -- the transport's side
 
@@ -62,6 +65,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._came()
         self._was_read()
         self._hang_up()
+        self._shown_key.forget()
         if not self._refused:
             super().connection_lost(exc)
 
@@ -90,6 +94,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._reads, self._num_header_bytes, self._num_unparsed = "head", 0, 0
         super().on_message_begin()
+        self.scope.setdefault("state", {})["shown_key"] = self._shown_key
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
+LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests", "max_connections")
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
@@ -33,6 +33,7 @@ class ApiKey:
     requests_per_minute, tokens_per_minute: on average; a minute's worth may come at once. Tokens are those of prompts, cached ones
     too, and of outputs.
     max_concurrent_requests: requests under way, open streams and responses in the background included.
+    max_connections: open connections whose last request showed this key, idle ones included.
     may_control: whether it opens the control routes, where the server has them.
     """
 
@@ -41,6 +42,7 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent_requests: int | None = None
+    max_connections: int | None = None
     may_control: bool = False
 
 
@@ -72,7 +74,7 @@ class KeyUse:
     """A key and what it has used.
 
     num_requests: requests that were taken. num_refused: by the limit that refused them. num_tokens: of prompts and outputs.
-    num_running: requests under way.
+    num_running: requests under way. num_connections: open connections that showed the key last.
     """
 
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic):
@@ -80,6 +82,7 @@ class KeyUse:
         self.num_requests: int = 0
         self.num_tokens: int = 0
         self.num_running: int = 0
+        self.num_connections: int = 0
         self.num_refused: dict[str, int] = dict.fromkeys(LIMITS, 0)
         self._clock = clock
         now = clock()
@@ -107,6 +110,16 @@ class KeyUse:
         """A request is not under way any more."""
         self.num_running -= 1
 
+    def connect(self) -> None:
+        """Counts a connection, which is open until `disconnect`. Raises KeyLimitError."""
+        if self.key.max_connections is not None and self.num_connections >= self.key.max_connections:
+            self._refuse("max_connections", f"{self.num_connections} open connections", 1.0)
+        self.num_connections += 1
+
+    def disconnect(self) -> None:
+        """A connection is not open any more, or has shown another key."""
+        self.num_connections -= 1
+
     def spend(self, num_tokens: int) -> None:
         """Counts tokens of a prompt or an output."""
         self.num_tokens += num_tokens
@@ -129,6 +142,27 @@ class KeyUse:
         raise KeyLimitError(
             f"key {self.key.name!r} has {found}, of its {limit}={allowed}; try again in {retry_after} s", limit, retry_after
         )
+
+
+class ShownKey:
+    """The key that a connection has shown last: the connection counts for it."""
+
+    def __init__(self):
+        self._use: KeyUse | None = None
+
+    def show(self, use: KeyUse) -> None:
+        """A request of the connection shows a key. Raises KeyLimitError if it may have no more connections; the connection then
+        counts as before."""
+        if use is not self._use:
+            use.connect()
+            self.forget()
+            self._use = use
+
+    def forget(self) -> None:
+        """The connection is closed."""
+        if self._use is not None:
+            self._use.disconnect()
+            self._use = None
 
 
 class KeyRing:

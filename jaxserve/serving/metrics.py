@@ -339,11 +339,15 @@ def key_metrics(prefix: str, keys: KeyRing) -> Iterator[Metric]:
         f"{prefix}api_key_refusals", "Requests that a limit of their API key refused.", labels=("key", "limit")
     )
     running = GaugeMetricFamily(f"{prefix}api_key_requests_running", "Requests under way, by API key.", labels=("key",))
+    connections = GaugeMetricFamily(
+        f"{prefix}api_key_connections", "Open connections whose last request showed it, by API key.", labels=("key",)
+    )
     for use in keys.named:
         name = str(use.key.name)
         requests.add_metric((name,), float(use.num_requests))
         tokens.add_metric((name,), float(use.num_tokens))
         running.add_metric((name,), float(use.num_running))
+        connections.add_metric((name,), float(use.num_connections))
         for limit, number in use.num_refused.items():
             refused.add_metric((name, limit), float(number))
-    yield from (requests, tokens, refused, running) if keys.counts_tokens else (requests, refused, running)
+    yield from (requests, *((tokens,) if keys.counts_tokens else ()), refused, running, connections)

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.serving.errors import error_response, response_to
-from jaxserve.serving.keys import KeyLimitError, KeyRing, KeyUse
+from jaxserve.serving.keys import KeyLimitError, KeyRing, KeyUse, ShownKey
 from jaxserve.serving.options import HTTPOptions
 from jaxserve.serving.responses import encode
 
@@ -167,10 +167,15 @@ class KeyCheck:
             message = f"key {use.key.name!r} does not open {scope['path']}: that takes one with may_control"
             await error_response(scope, 403, message)(scope, receive, send)
             return
+        shown: ShownKey | None = scope["state"].get("shown_key")  # of the connection, where this server holds it
         try:
+            if shown is not None:
+                shown.show(use)
             use.begin()
         except KeyLimitError as error:
             headers = {"Retry-After": str(error.retry_after)}
+            if error.limit == "max_connections":
+                headers["Connection"] = "close"
             response = error_response(scope, 429, str(error), code="rate_limit_exceeded", headers=headers)
             await response(scope, receive, send)
             return

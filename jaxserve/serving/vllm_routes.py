@@ -12,9 +12,8 @@ ROUTES: dict[str, str] = {
     "POST /v1/chat/completions/batch": "",
     "POST /v1/completions": "",
     "GET /v1/models": "",
-    "POST /v1/responses": "a response is kept unless `store` is false, which takes an environment variable there; "
-    "`background` does not go with `stream`",
-    "GET /v1/responses/{response_id}": "no stream; `DELETE` is here too",
+    "POST /v1/responses": "a response is kept unless `store` is false, which takes an environment variable there",
+    "GET /v1/responses/{response_id}": "events are kept in bounds; `DELETE` is here too",
     "POST /v1/responses/{response_id}/cancel": "",
     "POST /v1/messages": "",
     "POST /v1/messages/count_tokens": "",

@@ -1,6 +1,7 @@
 """Keys from a file: what the file may say, what a key may spend, and what a server makes of both."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -42,7 +43,7 @@ def write(path: Path, *keys: Any) -> str:
 
 @pytest.mark.parametrize("name", ["keys.yaml", "keys.json"])
 def test_a_file_of_keys(tmp_path, name):
-    limits: dict[str, Any] = {"requests_per_minute": 2, "tokens_per_minute": 30, "max_concurrent_requests": 4}
+    limits: dict[str, Any] = {"requests_per_minute": 2, "tokens_per_minute": 30, "max_concurrent_requests": 4, "max_connections": 5}
     path = write(tmp_path / name, {"name": "a", "key": SECRET} | limits, {"name": "b.2", "sha256": SHA256.upper()[::-1]})
     first, second = read_keys(path)
     assert first == ApiKey(name="a", digest=bytes.fromhex(SHA256), **limits)
@@ -330,6 +331,34 @@ def test_streams_and_background_responses_count(keyed, shared_llm, monkeypatch):
         server.wait_idle()
         assert ok(until_taken(lambda: asked(server, "1")))["choices"][0]["text"] == after("a", 4)
         assert metric(server, 'api_key_requests_running{key="one"}') == 0
+
+
+def test_connections_are_bounded_by_key(keyed):
+    """Idle ones count, for the key that they have shown last, until they are closed."""
+    with keyed({"max_connections": 2}) as server, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client(base_url=server.url, timeout=60)) for _ in range(4)]
+
+        def ask(client: httpx.Client, key: str) -> httpx.Response:
+            return client.get("/v1/models", headers=bearer(key))
+
+        for client in (clients[0], clients[1], clients[0]):  # the first one again: no other connection
+            ok(ask(client, "1"))
+        response = ask(clients[2], "1")
+        assert "key 'one' has 2 open connections, of its max_connections=2" in refusal(response, 429)["message"]
+        assert response.headers["connection"] == "close" and int(response.headers["retry-after"]) >= 1
+        assert metric(server, 'api_key_connections{key="one"}') == 2
+        assert metric(server, 'api_key_refusals_total{key="one",limit="max_connections"}') == 1
+        ok(ask(clients[2], "2"))
+        ok(ask(clients[0], "2"))  # which lets the first key have another
+        ok(ask(clients[3], "1"))
+        refusal(ask(clients[2], "1"), 429)  # counts for the second key, as before, until it is closed
+        clients[1].close()
+        ok(until_taken(lambda: ask(clients[2], "1")))
+        stack.close()
+        deadline = time.monotonic() + 60
+        while any(metric(server, f'api_key_connections{{key="{name}"}}') for name in ("one", "two")):
+            assert time.monotonic() < deadline, "connections that are gone count"
+            time.sleep(0.05)
 
 
 def until_taken(ask) -> httpx.Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,16 +34,8 @@ from jaxserve.serving.errors import describe
 from jaxserve.serving.responses import encode
 
 
-@dataclass(frozen=True)
-class Event:
-    """A server-sent event. last: the stream's last one; the response is as it will be kept."""
-
-    data: bytes
-    last: bool = False
-
-
 class Answer:
-    """Fills `response` with what a turn brings. Either `whole` or `events` is called, once.
+    """Fills `response` with what a turn brings. Either `whole` or `events` is called, once; after `events`, `end`.
 
     items: of the conversation before the answer.
     """
@@ -66,19 +57,28 @@ class Answer:
                     pass
         self._complete()
 
-    async def events(self) -> AsyncGenerator[Event]:
-        """The events of a stream. An error is the last one, since the status has been sent by then."""
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The events of a stream up to the last one, which is `end`'s: server-sent events, whole. An error is not raised, since the
+        status has been sent by then: the response has failed."""
         async with self._turn.stream:
             yield self._lifecycle("created")
-            yield self._lifecycle("in_progress")
+            waits = self.response.status == "queued"
+            yield self._lifecycle("queued" if waits else "in_progress")
             try:
                 async for change in self._turn.changes():
-                    for made in self._take(change):
-                        yield self._event(made)
+                    made = self._take(change)
+                    if waits:
+                        self.response.status, waits = "in_progress", False
+                        yield self._lifecycle("in_progress")
+                    for one in made:
+                        yield self._event(one)
                 self._complete()
             except Exception as error:
                 self.fail(describe(error)[1].error.message)
-        yield self._lifecycle(self.response.status, last=True)
+
+    def end(self) -> bytes:
+        """The last event of a stream. The response is as it will be kept."""
+        return self._lifecycle(self.response.status)
 
     def fail(self, message: str) -> None:
         """The response has failed."""
@@ -115,12 +115,12 @@ class Answer:
             used.total_tokens,
         )
 
-    def _lifecycle(self, what: str, last: bool = False) -> Event:
-        return self._event(Lifecycle(type=f"response.{what}", sequence_number=0, response=self.response), last)
+    def _lifecycle(self, what: str) -> bytes:
+        return self._event(Lifecycle(type=f"response.{what}", sequence_number=0, response=self.response))
 
-    def _event(self, made: Lifecycle | ItemEvent | PartEvent | TextEvent, last: bool = False) -> Event:
+    def _event(self, made: Lifecycle | ItemEvent | PartEvent | TextEvent) -> bytes:
         made.sequence_number, self._num_events = self._num_events, self._num_events + 1
-        return Event(b"event: %s\ndata: %s\n\n" % (made.type.encode(), encode(made)), last)
+        return b"event: %s\ndata: %s\n\n" % (made.type.encode(), encode(made))
 
     def _take(self, change: Change) -> Iterator[ItemEvent | PartEvent | TextEvent]:
         """The events of a change, which is written into the response as they are taken."""

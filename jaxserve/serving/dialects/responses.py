@@ -12,14 +12,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from jaxserve.serving.chat_protocol import ChatRequest
+from jaxserve.serving.dialects.event_log import EndedLogs, EventLog
 from jaxserve.serving.dialects.response_events import Answer
 from jaxserve.serving.dialects.response_store import MemoryStore, ResponseStore, StoreBeside, StoredResponse, StoreError
 from jaxserve.serving.dialects.responses_forms import DeletedResponse, RawMessage, ResponseObject
@@ -35,6 +36,7 @@ from jaxserve.serving.dialects.responses_protocol import (
 from jaxserve.serving.dialects.turn import Turn, beside, chat_request, renaming
 from jaxserve.serving.errors import RefusedError, describe
 from jaxserve.serving.generation import Served
+from jaxserve.serving.keys import KeyUse
 from jaxserve.serving.messages import UnavailableError
 from jaxserve.serving.middleware import key_use
 from jaxserve.serving.openapi import answers
@@ -47,6 +49,7 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 MAX_UNKEPT, MAX_UNKEPT_BYTES = 64, 16 << 20
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 RENAMED = {"response_format": "text", "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning"}
+_EventNumber = Annotated[int | None, Query(ge=0, description="With stream: the number of the last event that came.")]
 _items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
@@ -62,10 +65,12 @@ def responses_routes(app: FastAPI, responses: Responses) -> None:
     if not responses.keeps:
         return
 
-    @app.get("/v1/responses/{response_id}", response_model=None, **answers(ResponseObject, 400, 401, 404, 503))
-    async def retrieve(response_id: str, stream: bool = False) -> Response:
+    @app.get("/v1/responses/{response_id}", response_model=None, **answers(ResponseObject, 400, 401, 404, 503, also=streamed))
+    async def retrieve(response_id: str, stream: bool = False, starting_after: _EventNumber = None) -> Response:
         if stream:
-            raise RefusedError("stream: a response that is kept is given whole", param="stream")
+            return await responses.follow(response_id, 0 if starting_after is None else starting_after + 1)
+        if starting_after is not None:
+            raise RefusedError("starting_after: only with stream=true", param="starting_after")
         return _json(await responses.get(response_id))
 
     @app.delete("/v1/responses/{response_id}", response_model=None, **answers(DeletedResponse, 401, 404, 503))
@@ -84,9 +89,10 @@ def _json(body: bytes) -> Response:
 
 @dataclass(frozen=True)
 class _Running:
-    """A response that runs in the background. kept: ends when it has ended and is kept."""
+    """A response that runs in the background. kept: ends when it has ended and is kept. log: its events, where they are wanted."""
 
     answer: Answer
+    log: EventLog | None
     task: asyncio.Task[None]
     kept: asyncio.Task[None]
 
@@ -114,6 +120,7 @@ class Responses:
         self._store = StoreBeside(MemoryStore(0, 0) if store is None else store)
         self._unkept = MemoryStore(MAX_UNKEPT, MAX_UNKEPT_BYTES)  # background ones that the store could not take
         self._running: dict[str, _Running] = {}
+        self._ended = EndedLogs()
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """The response to a request, once it is complete; a stream of its events; in the background, the response as it begins."""
@@ -127,17 +134,44 @@ class Responses:
         if body.enable_response_messages:
             await self._tell_prompt(answer, turn)
         if body.background:
-            task = asyncio.create_task(_run(answer))
-            self._running[answer.response.id] = _Running(answer, task, asyncio.create_task(self._keep_at_end(answer, task)))
-            if (use := key_use(request)) is not None:
-                use.hold()
-                task.add_done_callback(lambda _: use.end())
-            return _json(encode(answer.response))
+            log = self._begin(answer, bool(body.stream), key_use(request))
+            return _json(encode(answer.response)) if log is None else self._stream(log, 0)
         if body.stream:
             return self._served.stream(self._events(answer), turn.stream.close)
         await unless_gone(request, answer.whole())
         await self._keep(answer)
         return _json(encode(answer.response))
+
+    def _begin(self, answer: Answer, is_streamed: bool, use: KeyUse | None) -> EventLog | None:
+        """Begins to answer in the background. Returns the log of events, if they are wanted."""
+        log = EventLog() if is_streamed else None
+        task = asyncio.create_task(_run(answer) if log is None else _record(answer, log))
+        kept = asyncio.create_task(self._keep_at_end(answer, task, log))
+        self._running[answer.response.id] = _Running(answer, log, task, kept)
+        if use is not None:
+            use.hold()
+            task.add_done_callback(lambda _: use.end())
+        return log
+
+    async def follow(self, response_id: str, begin: int) -> Response:
+        """The stream of a response that was asked for in the background and as a stream, from the event of this number on.
+
+        Raises:
+          RefusedError: as `get`; it was not asked for so, or these events are not kept any more.
+        """
+        running = self._running.get(response_id)
+        log = self._ended.get(response_id) if running is None else running.log
+        if log is None:
+            if running is None:
+                await self._stored(response_id)
+            said = "only of a response made with background=true and stream=true, and not for ever; GET it without stream"
+            raise RefusedError(f"stream: there are no events, {said}", param="stream")
+        if begin < log.first:
+            raise RefusedError(f"starting_after: the events before {log.first} are not kept any more", param="starting_after")
+        return self._stream(log, begin)
+
+    def _stream(self, log: EventLog, begin: int) -> Response:
+        return self._served.stream(log.follow(begin), lambda: None)
 
     def _check_keeps_nothing(self, body: ResponsesRequest) -> None:
         """Raises RefusedError (501) for what needs a response that is kept, where none is."""
@@ -155,6 +189,7 @@ class Responses:
         """Forgets a response; one that runs in the background is cancelled. Raises as `get`."""
         if response_id in self._running:
             await self.cancel(response_id)
+        self._ended.delete(response_id)
         with _available():
             gone = self._unkept.delete(response_id) or await self._store.delete(response_id)
         if not gone:
@@ -203,19 +238,23 @@ class Responses:
         stored = await self._stored(body.previous_response_id, "previous_response_id")
         return _items.validate_python(msgspec.json.decode(stored.items))
 
-    async def _keep_at_end(self, answer: Answer, task: asyncio.Task[None]) -> None:
-        """Keeps a response that runs in the background when it has ended or was cancelled."""
+    async def _keep_at_end(self, answer: Answer, task: asyncio.Task[None], log: EventLog | None) -> None:
+        """Keeps a response that runs in the background when it has ended or was cancelled, and then ends its events."""
         await asyncio.wait([task])
         if task.cancelled():
             answer.cancel()
         await self._keep(answer)
         del self._running[answer.response.id]
+        if log is not None:
+            log.add(answer.end())
+            log.end()
+            self._ended.put(answer.response.id, log)
 
     async def _events(self, answer: Answer) -> AsyncGenerator[bytes]:
         async for event in answer.events():
-            if event.last:
-                await self._keep(answer)
-            yield event.data
+            yield event
+        await self._keep(answer)
+        yield answer.end()
 
     async def _keep(self, answer: Answer) -> None:
         """Keeps a response that is to be kept. One that can't be is answered all the same."""
@@ -275,6 +314,12 @@ async def _run(answer: Answer) -> None:
         await answer.whole()
     except Exception as error:
         answer.fail(describe(error)[1].error.message)
+
+
+async def _record(answer: Answer, log: EventLog) -> None:
+    """Answers in the background, event by event."""
+    async for event in answer.events():
+        log.add(event)
 
 
 def to_chat(body: ResponsesRequest, items: list[Any]) -> ChatRequest:

@@ -128,7 +128,7 @@ class DeletedResponse(Struct):
 
 
 class Lifecycle(Struct, kw_only=True):
-    """response.created, .in_progress, .completed, .incomplete or .failed."""
+    """response.created, .queued, .in_progress, .completed, .incomplete, .failed or .cancelled."""
 
     type: str
     sequence_number: int

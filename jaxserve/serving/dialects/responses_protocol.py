@@ -222,7 +222,7 @@ _CALLS_NEED_TOOLS: dict[str, Any] = {
 }
 _BACKGROUND: dict[str, Any] = {
     "if": {"properties": {"background": {"const": True}}, "required": ["background"]},
-    "then": {"properties": {"stream": {"enum": [False, None]}, "store": {"enum": [True, None]}}},
+    "then": {"properties": {"store": {"enum": [True, None]}}},
 }
 _ONE_FORM: dict[str, Any] = {
     "if": {"properties": {"structured_outputs": {"type": "object"}}, "required": ["structured_outputs"]},
@@ -240,7 +240,7 @@ class ResponsesRequest(VLLMModel):
     instructions: str | None = Field(None, description="A system message for this response alone.")
     previous_response_id: str | None = Field(None, description="The response that this one follows; it must be stored.")
     store: bool | None = Field(None, description="Keep the response (true), within the server's bounds.")
-    background: bool | None = Field(None, description="Answer at once; GET the response later, or cancel it.")
+    background: bool | None = Field(None, description="Answer at once; GET the response later, or its events with stream.")
     stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     text: TextConfig | None = None
@@ -284,8 +284,6 @@ class ResponsesRequest(VLLMModel):
 
     @model_validator(mode="after")
     def _goes_together(self):
-        if self.background and self.stream:
-            raise ValueError("background=true does not go with stream=true: GET the response when it is done")
         if self.background and self.store is False:
             raise ValueError("background can only be used when `store` is true: nobody could read the response")
         if self.structured_outputs is not None and self.text is not None:
