@@ -244,7 +244,8 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False: a prompt has one end")
         template = self._template(chat_template, has_tools=bool(variables.get("tools")))
-        unread = {name for name, value in variables.items() if value is not None} - template.variables
+        absent = {name for name in ("tools", "documents") if variables.get(name) is None}
+        unread = variables.keys() - absent - template.variables
         if unread:
             reads = ", ".join(sorted(template.variables))
             raise ValueError(f"the chat template does not read {', '.join(sorted(unread))}; it reads {reads}")

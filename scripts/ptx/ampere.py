@@ -19,15 +19,20 @@ from scripts.ptx.shadow import chunks_of
 from scripts.ptx.warp import Store
 from scripts.ptx.wgmma import floats
 
+# m16n8k16 (9.7.14.5.8): of each register of a lane, the rows and columns of its two halves. B is held by columns.
 _GROUP, _THREAD = LANES // 4, 2 * (LANES % 4)  # of a lane: its row of a fragment, its first column
-# m16n8k16 (9.7.14.5.8): of each register of a lane, what is added to its row and column. B is held by columns.
-_A = ((0, 0), (8, 0), (0, 8), (8, 8))
-_B = (0, 8)
+
+
+def _places(shifts: tuple[tuple[int, int], ...], halves: int) -> tuple[np.ndarray, np.ndarray]:  # [registers, lanes, halves] each
+    """(rows, columns) of registers. shifts: of each, what is added to its lane's row and column."""
+    rows = np.stack([_GROUP + down for down, _ in shifts])[..., None] + np.zeros(halves, int)
+    return rows, np.stack([_THREAD + along for _, along in shifts])[..., None] + np.arange(halves)
+
+
+_A = _places(((0, 0), (8, 0), (0, 8), (8, 8)), 2)
+_B = _places(((0, 0), (0, 8)), 2)
+_D = tuple(place[..., 0] for place in _places(((0, 0), (0, 1), (8, 0), (8, 1)), 1))  # float32: one element a register
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32")
-
-
-def _halves(bits: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:  # float64[32] each
-    return floats(bits.astype(np.uint16), kind), floats((bits >> np.uint32(16)).astype(np.uint16), kind)
 
 
 def _multiply(a: Access) -> Action:
@@ -40,24 +45,19 @@ def _multiply(a: Access) -> Action:
     if [len(items) for items in groups] != [4, 4, 2, 4]:
         raise PtxError(f"{a.i}: registers of m16n8k16 are 4, 4, 2 and 4")
     types = zip(groups, ("f32", "b32", "b32", "f32"), strict=True)
-    to, left, right, old = ([a.banks.row(item, t) for item in items] for items, t in types)
+    to, left, right, old = (np.array([a.banks.row(item, t) for item in items]) for items, t in types)
+
+    def halves(words):  # uint32[registers, lanes] -> float64[registers, lanes, 2], the lower half first
+        return floats(words.view(np.uint16).reshape(*words.shape, 2), kind)
 
     def act(warp, lanes):
         if lanes is not None:
             raise PtxError("only some lanes of the warp take part")
         words, numbers = warp.registers["b32"], warp.registers["f32"]
         A, B = np.empty((16, 16)), np.empty((8, 16))
-        for row, (down, along) in zip(left, _A, strict=True):
-            A[_GROUP + down, _THREAD + along], A[_GROUP + down, _THREAD + along + 1] = _halves(words[row], kind)
-        for row, along in zip(right, _B, strict=True):
-            B[_GROUP, _THREAD + along], B[_GROUP, _THREAD + along + 1] = _halves(words[row], kind)
+        A[_A], B[_B] = halves(words[left]), halves(words[right])
         product = np.einsum("mk,nk->mn", A, B)  # each element by itself, in the same order
-        results = [
-            (product[_GROUP + 8 * (k // 2), _THREAD + k % 2] + numbers[row].astype(np.float64)).astype(np.float32)
-            for k, row in enumerate(old)
-        ]
-        for row, result in zip(to, results, strict=True):
-            numbers[row] = result
+        numbers[to] = (product[_D] + numbers[old].astype(np.float64)).astype(np.float32)
 
     return act
 

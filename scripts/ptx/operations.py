@@ -139,23 +139,22 @@ def read_shared(warp, at: np.ndarray, size: int, what: str) -> np.ndarray:  # u8
 def write_shared(warp, at: np.ndarray, data: np.ndarray, what: str) -> None:
     """A write by the generic proxy."""
     warp.block.shared.check(at, data.shape[1], what)
-    _, first, which = np.unique(at, return_index=True, return_inverse=True)
-    if len(first) != len(at) and (data != data[first][which]).any():
-        raise PtxError(f"{what}: two lanes write different values to one place")
+    if len(set(at.tolist())) != len(at):
+        _, first, which = np.unique(at, return_index=True, return_inverse=True)
+        if (data != data[first][which]).any():
+            raise PtxError(f"{what}: two lanes write different values to one place")
     warp.block.shadow.write(warp.number, warp.clock[warp.number], warp.clock, chunks_of(at, data.shape[1]), what)
     warp.block.shared.write(at, data)
 
 
 # Matrices of 8x8 halves: 9.7.14.5.15 and .16. Lane l has elements [l / 4][2 (l % 4)] and the next.
 
-_ROW, _COLUMN = LANES // 4, 2 * (LANES % 4)
 
-
-def _matrices(a: Access, values: Group) -> tuple[int, bool, list[int]]:
+def _matrices(a: Access, values: Group) -> tuple[int, bool, np.ndarray]:
     m = re.fullmatch(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", a.i.opcode)
     if m is None or len(values.items) != int(m[1]):
         raise PtxError(f"{a.i}: the form {a.i.opcode} is not known")
-    return int(m[1]), m[2] is not None, [a.banks.row(item, "b32") for item in values.items]
+    return int(m[1]), m[2] is not None, np.array([a.banks.row(item, "b32") for item in values.items])
 
 
 def _load_matrix(a: Access) -> Action:
@@ -165,10 +164,8 @@ def _load_matrix(a: Access) -> Action:
     def act(warp, lanes):
         whole(lanes)
         data = read_shared(warp, at(warp)[: 8 * count], 16, "ldmatrix").view(np.uint16).reshape(count, 8, 8)
-        data = data.swapaxes(1, 2) if transposed else data
-        for k, row in enumerate(rows):
-            low, high = data[k][_ROW, _COLUMN], data[k][_ROW, _COLUMN + 1]
-            warp.registers["b32"][row] = low | (high.astype(np.uint32) << np.uint32(16))
+        data = np.ascontiguousarray(data.swapaxes(1, 2)) if transposed else data
+        warp.registers["b32"][rows] = data.view(np.uint32).reshape(count, len(LANES))
 
     return act
 
@@ -179,10 +176,7 @@ def _store_matrix(a: Access) -> Action:
 
     def act(warp, lanes):
         whole(lanes)
-        data = np.empty((count, 8, 8), np.uint16)
-        for k, row in enumerate(rows):
-            value = warp.registers["b32"][row]
-            data[k, _ROW, _COLUMN], data[k, _ROW, _COLUMN + 1] = value.astype(np.uint16), value >> np.uint32(16)
+        data = warp.registers["b32"][rows].view(np.uint16).reshape(count, 8, 8)
         data = np.ascontiguousarray(data.swapaxes(1, 2)) if transposed else data
         write_shared(warp, at(warp)[: 8 * count], data.reshape(8 * count, 8).view(np.uint8), "stmatrix")
 

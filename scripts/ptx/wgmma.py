@@ -32,6 +32,13 @@ _ACCUMULATOR = ((0, 0), (0, 1), (8, 0), (8, 1))
 _A = ((0, 0), (8, 0), (0, 8), (8, 8))
 
 
+@functools.cache
+def _accumulated(columns: int) -> tuple[np.ndarray, np.ndarray]:  # [columns // 2, lanes] each
+    """(rows, columns) of the elements that a warp's accumulators hold."""
+    places = [(_GROUP + row, 8 * j + 2 * _THREAD + column) for j in range(columns // 8) for row, column in _ACCUMULATOR]
+    return np.stack([rows for rows, _ in places]), np.stack([column for _, column in places])
+
+
 def operand_places(descriptor: int, rows: int, transposed: bool) -> np.ndarray:  # i64[rows, DEPTH]
     """The byte addresses of a matrix's elements (i, k) in shared memory: 16 bits each, k along DEPTH, i along M or N. transposed:
     i is the dimension that is contiguous. Descriptor: 9.7.15.5.1.2.2, canonical layouts: 9.7.15.5.1.2.1."""
@@ -123,10 +130,7 @@ def _issue(form: _Form, warp) -> Wgmma:
         rows = rows if form.in_registers else rows[16 * (warp.number % 4) :][:16]
         # einsum sums each element along DEPTH by itself, in the same order whatever the shape.
         product = np.einsum("mk,nk->mn", rows, right())
-        mine = np.empty((form.columns // 2, 32))
-        for j in range(form.columns // 8):
-            for r, (row, column) in enumerate(_ACCUMULATOR):
-                mine[4 * j + r] = product[_GROUP + row, 8 * j + 2 * _THREAD + column]
+        mine = product[_accumulated(form.columns)]
         if keep:
             old = warp.registers["b32"][form.accumulator] if earlier is None else earlier.results
             assert old is not None
@@ -162,13 +166,19 @@ def _read_registers(form: _Form, warp) -> Callable[[], np.ndarray]:
     return read
 
 
+@functools.lru_cache(maxsize=1024)
+def _operand(descriptor: int, rows: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(`operand_places`, the chunks that they lie in)."""
+    places = operand_places(descriptor, rows, transposed)
+    return places, np.unique(places[:: 1 if not transposed else 8] // CHUNK)
+
+
 def _read_shared(descriptor, transposed: bool, rows: int, form: _Form, warp, name: str) -> Callable[[], np.ndarray]:
     block = warp.block
-    places = operand_places(uniform(descriptor(warp)), rows, transposed)
+    places, chunks = _operand(int(uniform(descriptor(warp))), rows, transposed)
     if places.min() < SHARED_BASE or places.max() + 2 > block.shared.end:
         raise PtxError(f"matrix {name} of a wgmma lies outside of shared memory")
     entity = block.entities.wgmmas(warp.number)
-    chunks = np.unique(places[:: 1 if not transposed else 8] // CHUNK)
     block.shadow.read(entity, warp.wgmmas_issued, warp.clock, chunks, f"matrix {name} of a wgmma")
     return lambda: floats(block.shared.read(places, 2).view(np.uint16)[..., 0], form.kind)
 

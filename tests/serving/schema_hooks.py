@@ -1,6 +1,7 @@
-"""For schemathesis: what the published schema can't say. Grammars compile, bad words have few tokens, a chat's logprob_token_ids
-come with logprobs, what is to be called is among the tools, a checkpoint is there, no deadline is shorter than an answer takes,
-max_tokens has one of its names and is not 0, and beams are searched by few fields.
+"""For schemathesis: what the published schema can't say. Grammars compile and leave a token that may be sampled, bad words have
+few tokens, a chat's logprob_token_ids come with logprobs, what is to be called is among the tools, a checkpoint is there, no
+deadline is shorter than an answer takes, a conversation fits the model, max_tokens has one of its names and is not 0, beams are
+searched by few fields, text is asked for where it is read, and events are numbered where they are streamed.
 
 What a negative case says stays as it is. That the server refuses what is repaired here, other tests see.
 """
@@ -23,6 +24,8 @@ def before_call(context, case, kwargs):
         case.body["timeout"] = 60  # also where something else is wrong, which takes a while to be seen
     if case.meta is None or not case.meta.generation.mode.is_positive:
         return
+    if case.path == "/v1/responses/{response_id}" and not (case.query or {}).get("stream"):
+        (case.query or {}).pop("starting_after", None)
     if not isinstance(case.body, dict):
         return
     body = case.body
@@ -48,8 +51,10 @@ def before_call(context, case, kwargs):
     if case.path.startswith("/v1/chat/completions") and body.get("logprob_token_ids"):
         body["logprobs"] = True
     sampling = body.get("sampling_params")
-    if isinstance(sampling, dict) and sampling.get("logprob_token_ids"):
-        sampling["logprobs"] = None  # or as many as there are ids
+    if isinstance(sampling, dict):
+        sampling.pop("detokenize", None)  # stop, and output_mode beside it, need the text
+        if sampling.get("logprob_token_ids"):
+            sampling["logprobs"] = None  # or as many as there are ids
     for fields in (body, sampling):
         if isinstance(fields, dict):
             _repair_forms(fields)
@@ -70,6 +75,7 @@ def _repair_forms(fields: dict[str, Any]) -> None:
         fields["repetition_detection"] = patterns | {"min_pattern_size": 0}  # which is no more than the most
     form = fields.get("structured_outputs")
     if isinstance(form, dict):
+        fields.pop("allowed_token_ids", None)  # together they could forbid every token
         valid = {name: FORMS[name] for name, value in form.items() if value is not None and name in FORMS}
         fields["structured_outputs"] = form | valid
 
@@ -92,7 +98,10 @@ def _repair_tools(body: dict[str, Any]) -> None:
 
 def _repair_message(body: dict[str, Any]) -> None:
     """The user speaks last: what the assistant may say there depends on what it says."""
-    body["messages"] = [*body["messages"], {"role": "user", "content": "a"}]
+    body["messages"] = [
+        *body["messages"][-256:],
+        {"role": "user", "content": "a"},
+    ]  # 4,096 of them are longer than the model's context
     config = body.get("output_config")
     if isinstance(config, dict) and config.get("format"):
         body["output_config"] = config | {"format": config["format"] | {"schema": SCHEMA}}

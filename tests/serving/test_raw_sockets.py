@@ -57,7 +57,8 @@ def check(given: RawCase, received: bytes | None) -> list[int]:
     except ValueError as error:
         raise AssertionError(f"seed {given.seed}: {error}: {received!r:.3000}") from error
     for answer in found:
-        assert 200 <= answer.status < 300 or 400 <= answer.status < 500, f"seed {given.seed}: {answer}"
+        redirects = answer.status == 307 and answer.headers.get("location", "").startswith(".")  # of a slash too many
+        assert redirects or 200 <= answer.status < 300 or 400 <= answer.status < 500, f"seed {given.seed}: {answer}"
     return [answer.status for answer in found]
 
 

@@ -80,6 +80,7 @@ WRONG_CHATS = [
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "the chat template does not read tools"),
     ({"chat_template_kwargs": {"mood": 1}}, "the chat template does not read mood"),
+    ({"chat_template_kwargs": {"mood": None}}, "the chat template does not read mood"),
     ({"chat_template_kwargs": {"tools": 1}}, "must not hold tools"),
     ({"functions": []}, "unknown parameter"),
 ]

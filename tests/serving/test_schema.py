@@ -43,6 +43,7 @@ def fuzz(server: Server, folder: Path, *flags: str, tested: int, **environment: 
     done = subprocess.run(
         seeded, cwd=folder, env=os.environ | hooks | environment, capture_output=True, text=True, timeout=300 + 30 * EXAMPLES
     )
+    (folder / "schemathesis.txt").write_text(done.stdout)  # all of it, for who looks for the first of many failures
     assert done.returncode == 0, done.stdout[-6000:]
     assert f"Tested: {tested}\n" in done.stdout, done.stdout[-6000:]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Request
@@ -35,6 +36,8 @@ class BatchChatRequest(ChatRequest):
     def chats(self) -> list[ChatRequest]:
         """A request for each conversation."""
         shared = {name: getattr(self, name) for name in self.model_fields_set if name != "messages"}
+        if self.repetition_detection is not None:
+            shared["repetition_detection"] = asdict(self.repetition_detection)  # pyright: ignore[reportArgumentType] # as it was given
         return [chat_request(shared | {"messages": messages}) for messages in self.messages]
 
 

@@ -2,6 +2,8 @@
 
 from tests.serving.calls import ok, refusal
 
+CHAT = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+
 
 def post(server, *said, **body):
     messages = [[{"role": "user", "content": text}] for text in said]
@@ -13,6 +15,12 @@ def test_a_choice_for_each(server):
     assert [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]] == [(0, "NO"), (1, "NO")]
     assert all(len(choice["logprobs"]["content"]) == 2 for choice in answer["choices"])
     assert answer["usage"]["prompt_tokens"] == len("u:a;M" + "u:xyz;M") and answer["usage"]["completion_tokens"] == 4
+
+
+def test_patterns_end_each(server):
+    body = CHAT | {"repetition_detection": {"max_pattern_size": 1, "min_count": 2}}
+    answer = ok(post(server, "a", "b", **body | {"messages": [[{"role": "user", "content": text}] for text in "ab"]}))
+    assert answer["choices"][0] == ok(server.client.post("/v1/chat/completions", json=body))["choices"][0]
 
 
 def test_refusals(server):
