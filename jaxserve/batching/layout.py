@@ -33,7 +33,7 @@ class StepLayout:
     max_num_seqs.
 
     planners: by sliding window of the model's layers, what plans the step's attention on the host (a `Planner` of the kernels);
-    none where the backend plans on the device.
+    none where the backend plans on the device. draft_planners: the same of a model that drafts.
     num_groups: in which devices attend. Tokens and sequences are as many equal parts, with padding behind each; a group has a plan
     of its own, and its pages' numbers are its own too.
     """
@@ -44,6 +44,7 @@ class StepLayout:
     max_head_rows: int
     planners: Mapping[int | None, Any] = field(default_factory=dict, hash=False)
     num_groups: int = 1
+    draft_planners: Mapping[int | None, Any] = field(default_factory=dict, hash=False)
 
     @cached_property
     def num_updates(self) -> int:
@@ -65,7 +66,7 @@ class StepLayout:
             "sampling": (R, sampling_rows.NUM_COLUMNS),
         }
         groups = () if self.num_groups == 1 else (self.num_groups,)
-        shapes |= {name: (*groups, planner.size) for name, planner in self.work.values()}
+        shapes |= {name: (*groups, planner.size) for name, planner in self.lists.items()}
         fields, offset = {}, 0
         for name, shape in shapes.items():
             size = math.prod(shape)
@@ -77,6 +78,19 @@ class StepLayout:
     def work(self) -> dict[int | None, tuple[str, Any]]:
         """sliding window -> (the field that holds its layers' work list, its planner)."""
         return {window: (f"work_{window}", planner) for window, planner in self.planners.items()}
+
+    @cached_property
+    def draft_work(self) -> dict[int | None, tuple[str, Any]]:
+        """The same of the model that drafts. Where it would plan as the target does, they share the field."""
+        return {
+            window: self.work[window] if self.planners.get(window) == planner else (f"draft_work_{window}", planner)
+            for window, planner in self.draft_planners.items()
+        }
+
+    @cached_property
+    def lists(self) -> dict[str, Any]:
+        """The planner of every field that holds a work list."""
+        return dict([*self.work.values(), *self.draft_work.values()])
 
     @cached_property
     def size(self) -> int:

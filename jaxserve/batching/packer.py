@@ -136,7 +136,7 @@ class BatchPacker:
         else:
             starts = self._pack_groups(layout, view, schedule, groups)
 
-        if layout.planners:
+        if layout.lists:
             self.work_lists.fill(layout, view, schedule, None if groups is None else groups.of)
 
         updates, extra = schedule.page_updates[: layout.num_updates], schedule.page_updates[layout.num_updates :]

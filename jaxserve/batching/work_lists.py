@@ -61,7 +61,7 @@ class WorkLists:
             self._fill((layout.bucket, 0), layout, view, (q_lens, kv_lens, least), ahead=ahead)
             return
         for group in range(layout.num_groups):
-            own, part = groups == group, {name: view[name][group] for name, _ in layout.work.values()}
+            own, part = groups == group, {name: view[name][group] for name in layout.lists}
             lens = q_lens[own], kv_lens[own], least[own]
             if own.any():  # a list of zeros has no work
                 self._fill((layout.bucket, group), layout, part, lens, ahead=ahead)
@@ -83,10 +83,10 @@ class WorkLists:
             return
         self.num_planned += 1
         if ahead:
-            longest = min(planner.shape.max_kv_len for _, planner in layout.work.values())
+            longest = min(planner.shape.max_kv_len for planner in layout.lists.values())
             kv_lens = np.minimum(kv_lens + AHEAD, longest)
-        for name, planner in layout.work.values():
+        for name, planner in layout.lists.items():
             planner.plan(q_lens, kv_lens, least_kv_lens=least, out=view[name])
         if ahead:
-            lists = {name: view[name].copy() for name, _ in layout.work.values()}
+            lists = {name: view[name].copy() for name in layout.lists}
             self._planned[key] = _Planned(q_lens.copy(), kv_lens, least, lists)

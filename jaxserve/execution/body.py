@@ -92,7 +92,8 @@ def body(
                 own = reader.skip_body(drafts.proposer, fields["seq_rows"], context)
                 return DeviceState(written, step_hidden, replace(rows, drafts=replace(drafts, proposer=own))), head_inputs
             read = jnp.concatenate([inputs[i] for i in reader.hidden_layers], -1) if reader.hidden_layers else None
-            ran = Ran(embedded, fields["seq_rows"], context, x, read, at)
+            work = {str(window): planner.work(fields[name]) for window, (name, planner) in layout.draft_work.items()}
+            ran = Ran(embedded, fields["seq_rows"], context, x, read, at, work or None)
             own = reader.read_body(own_weights, drafts.proposer, ran)
         rows = replace(rows, drafts=replace(drafts, proposer=own))
     return DeviceState(written, step_hidden, rows), head_inputs

@@ -6,12 +6,14 @@ the rows that it belongs to.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.models import ModelConfig
@@ -19,7 +21,10 @@ from jaxserve.models.layers import Fused
 from jaxserve.sampling import sampler
 from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import DRAFT_STREAM, NO_DRAFT
+from kernels.backends import current_platform
 from kernels.kv_cache import write_kv
+
+UNROLLED_LAYERS = 128  # of all drafts of a loop's turn: a layer more takes 0.5 to 1 s of a processor to compile
 
 
 class TakenApart(Protocol):
@@ -91,6 +96,16 @@ class WithPages(WithWeights):
         return kv_bytes(self.functions, 1, self.pages.page_size)
 
 
+def in_turn(draft: Callable[..., Any], carry: Any, num_drafts: int, num_layers: int) -> tuple[Any, Any]:
+    """lax.scan of `draft` over 0, 1, ... num_drafts - 1, each of which runs so many layers.
+
+    On a GPU unrolled, as far as that is not too much to compile: then the drafts are commands of the head's own CUDA graph. XLA
+    puts no `while` there unless it is told to, and no card has run ours so.
+    """
+    unroll = max(1, UNROLLED_LAYERS // num_layers) if current_platform() == "gpu" else 1
+    return lax.scan(draft, carry, jnp.arange(num_drafts, dtype=jnp.int32), unroll=min(unroll, num_drafts))
+
+
 def choose(
     logits: jax.Array, rows: SamplingRows, draws: bool, ids: jax.Array | None = None, vocab_size: int = 0
 ) -> tuple[jax.Array, jax.Array | None]:  # f32[B, n] -> i32[B], f32[B, V]
@@ -100,7 +115,7 @@ def choose(
     others had logits of -inf: sums of weights run in the vocabulary's order, and of equal logits the lower id comes first.
     """
     if ids is not None:
-        place = jnp.minimum(jnp.searchsorted(ids, rows.suppress_ids), len(ids) - 1).astype(jnp.int32)
+        place = jnp.minimum(jnp.searchsorted(ids, rows.suppress_ids, method="scan_unrolled"), len(ids) - 1).astype(jnp.int32)
         rows = replace(rows, suppress_ids=jnp.where(ids[place] == rows.suppress_ids, place, -1))
     probs = None
     if draws:

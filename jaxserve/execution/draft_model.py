@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxserve.batching.context import StepContext
-from jaxserve.execution.draft_functions import WithPages, blank, choose, new_pages, spread
+from jaxserve.execution.draft_functions import WithPages, blank, choose, in_turn, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.speculative.proposer import Ran, Seen
@@ -37,11 +36,11 @@ class DraftModel(WithPages):
         return new_pages(self.functions, self.pages)
 
     def read_body(self, weights: list[jax.Array], state: list[jax.Array], ran: Ran) -> list[jax.Array]:
-        _, kv_pages = self._run(weights, state, ran.tokens, self.pages.of_body(ran.context))
+        _, kv_pages = self._run(weights, state, ran.tokens, self.pages.of_body(ran.context, ran.work))
         return kv_pages
 
     def skip_body(self, state: list[jax.Array], seq_rows: jax.Array, context: StepContext) -> list[jax.Array]:
-        slots = self.pages.of_body(context).slot_mapping
+        slots = self.pages.slots_of_body(context)
         return [blank(kv, slots) for kv in state]
 
     def _run(
@@ -62,14 +61,16 @@ class DraftModel(WithPages):
         last = LastRows.of(seen)
         is_real = last.seq_rows < len(seen.history)
         kv_pages, table = self.pages.branch(state, seen.page_table, last.seq_rows, last.positions)
+        work = self.pages.plan_drafts(table, is_real, last.positions)
 
         def draft(carry: tuple[Any, jax.Array], j: jax.Array) -> tuple[tuple[Any, jax.Array], Any]:
             kv_pages, tokens = carry
             positions = jnp.where(is_real, last.positions + j, 0)
-            hidden, kv_pages = self._run(weights, kv_pages, tokens, self.pages.of_drafts(table, is_real, positions))
+            hidden, kv_pages = self._run(weights, kv_pages, tokens, self.pages.of_drafts(table, is_real, positions, work))
             logits = self.functions.module(range(len(weights)), weights).normed_logits(hidden, self.functions.kernels.fused)
             tokens, probs = choose(logits, replace(last.sampling, position=positions + 1), self.draws)
             return (kv_pages, tokens), (tokens, probs)
 
-        (kv_pages, _), (drafts, probs) = lax.scan(draft, (kv_pages, last.tokens), jnp.arange(self.num_drafts, dtype=jnp.int32))
+        num_layers = self.functions.model_config.num_layers
+        (kv_pages, _), (drafts, probs) = in_turn(draft, (kv_pages, last.tokens), self.num_drafts, num_layers)
         return kv_pages, *spread(last, drafts, probs, len(seen.seq_rows))

@@ -3,11 +3,16 @@
 Owns the slots of tokens that a body has run, which are the target's, and of drafts, which have no page yet. These go into pages of
 the row's own behind the pool: the last page that a sequence has begun is copied there, and the drafts follow it. So attention reads
 one page table for both, and what was drafted and refused leaves no trace in pages that others may share.
+
+Which positions the drafts come to is known on the device alone. So there their attention is planned, also for a kernel whose other
+work the host plans: once, for all drafts of a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +46,15 @@ class LastRows:
 
 @dataclass(frozen=True)
 class DraftPages:
-    """The pages of one proposer. backend: of its attention, one that plans on the device."""
+    """The pages of one proposer. backend: of its attention. planners: where that is planned on the host, what makes the planners of
+    so many rows of one token each and of so many positions a row, by sliding window of its layers."""
 
     num_pages: int  # of the target's pool
     page_size: int
     max_num_seqs: int
     num_drafts: int
     backend: str
+    planners: Callable[[int, int], dict[int | None, Any]] | None = None
 
     @property
     def pages_per_row(self) -> int:
@@ -59,19 +66,23 @@ class DraftPages:
         """Pages of each layer."""
         return self.num_pages + self.max_num_seqs * self.pages_per_row
 
-    def of_body(self, context: StepContext) -> StepContext:
-        """A body's context for these pages."""
+    def slots_of_body(self, context: StepContext) -> jax.Array:  # i32[T]
+        """Where a body's tokens are kept in these pages."""
         slots, past = context.slot_mapping, self.num_pages * self.page_size
-        slots = jnp.where(slots >= past, slots + (self.total - self.num_pages) * self.page_size, slots)
-        if context.backend == self.backend and not isinstance(context.work, dict):
-            return replace(context, slot_mapping=slots)
-        return self.planned(replace(context, slot_mapping=slots), len(slots))
+        return jnp.where(slots >= past, slots + (self.total - self.num_pages) * self.page_size, slots)
+
+    def of_body(self, context: StepContext, work: Any = None) -> StepContext:
+        """A body's context for these pages. work: the plan of their attention, where the host made one."""
+        own = replace(context, slot_mapping=self.slots_of_body(context), backend=self.backend)
+        if work is not None:
+            return replace(own, work=work)
+        return own if context.backend == self.backend else self.planned(own, len(own.slot_mapping))
 
     def planned(self, context: StepContext, num_tokens: int) -> StepContext:
         """The context with the plan of these pages' attention."""
         lens = context.cu_q_lens, context.kv_lens
         work = plan_work(*lens, num_tokens=num_tokens, max_q_len=context.max_q_len, backend=self.backend)
-        return replace(context, work=work, backend=self.backend)
+        return replace(context, work=work)
 
     def branch(
         self,
@@ -92,16 +103,33 @@ class DraftPages:
         table = jnp.pad(table, ((0, 0), (0, n)))
         return kv_pages, jnp.where(column >= first, own[:, None] + jnp.minimum(column - first, n - 1), table)
 
-    def of_drafts(
+    def plan_drafts(
         self,
         table: jax.Array,  # i32[B, P + pages_per_row]: what `branch` made
         is_real: jax.Array,  # bool[B]
+        positions: jax.Array,  # i32[B]: where each row's drafts begin
+    ) -> Any:
+        """The plan that the attention of all drafts shares, as StepContext.work; None where each draft's is planned by itself."""
+        if self.planners is None:
+            return None
+        B, P = table.shape
+        least = jnp.where(is_real, positions + 1, 0)
+        most = jnp.where(is_real, positions + self.num_drafts, 0)
+        planners = self.planners(B, P * self.page_size)
+        with jax.named_scope("plan_work"):
+            return {str(window): planner.work(planner.plan_decodes(most, least)) for window, planner in planners.items()}
+
+    def of_drafts(
+        self,
+        table: jax.Array,  # i32[B, P + pages_per_row]: what `branch` made
+        is_real: jax.Array,  # bool[B]: the first ones
         positions: jax.Array,  # i32[B]
+        work: Any,  # what `plan_drafts` made
     ) -> StepContext:
         """The context in which each row runs one token at its position."""
         B, size = len(positions), self.page_size
-        row = jnp.arange(B, dtype=jnp.int32)
+        row, num_real = jnp.arange(B, dtype=jnp.int32), jnp.sum(is_real, dtype=jnp.int32)
         slots = jnp.where(is_real, table[row, positions // size] * size + positions % size, self.total * size + row)
-        lens = jnp.arange(B + 1, dtype=jnp.int32), positions + 1
-        context = StepContext(positions, slots, table, *lens, jnp.int32(B), None, max_q_len=1, backend=self.backend)
-        return self.planned(context, B)
+        lens = jnp.minimum(jnp.arange(B + 1, dtype=jnp.int32), num_real), jnp.where(is_real, positions + 1, 0)
+        context = StepContext(positions, slots, table, *lens, num_real, work, max_q_len=1, backend=self.backend)
+        return context if work is not None else self.planned(context, B)

@@ -8,20 +8,22 @@ known, and the pair at the end of the shared pages stays the one of the request 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxserve.batching.context import StepContext
-from jaxserve.execution.draft_functions import HeadFunctions, WithPages, blank, choose, new_pages, spread
+from jaxserve.execution.draft_functions import HeadFunctions, WithPages, blank, choose, in_turn, new_pages, spread
 from jaxserve.execution.draft_pages import DraftPages, LastRows
 from jaxserve.execution.model_functions import ModelFunctions, attend_paged
 from jaxserve.models.eagle import EagleHead
+from jaxserve.models.layers import Attend
 from jaxserve.sampling.sampler import SamplingRows
 from jaxserve.speculative.proposer import Ran, Seen
+from kernels.kv_cache import write_kv
 
 
 @jax.tree_util.register_dataclass
@@ -69,14 +71,10 @@ class Eagle(WithPages):
     def _embed(self, head: EagleHead, target: Any, tokens: jax.Array) -> jax.Array:
         return target.embed(tokens) if head.embed_tokens is None else head.embed_tokens(tokens)
 
-    def _run(self, head: EagleHead, embedded: jax.Array, feature: jax.Array, kv: jax.Array, context: StepContext) -> Any:
-        """([T, D], the pages) of pairs that stand where the context says."""
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return attend_paged(None, kv, context, q, k, v)
-
+    def _run(self, head: EagleHead, embedded: jax.Array, feature: jax.Array, positions: jax.Array, attend: Attend) -> Any:
+        """([T, D], what attend returned behind its output) of pairs."""
         with jax.named_scope("eagle"):
-            return head(embedded, feature, head.rope(context.positions), attend, self.functions.fused)
+            return head(embedded, feature, head.rope(positions), attend, self.functions.fused)
 
     def read_body(self, weights: list[jax.Array], state: EagleState, ran: Ran) -> EagleState:
         head, target = self._modules(weights)
@@ -91,7 +89,11 @@ class Eagle(WithPages):
             pairs = _pairs(ran.context, kept_at, self.pages)
             known = jnp.where(pairs.from_before[:, None], kept[pairs.seq], feature[jnp.maximum(pairs.token - 1, 0)])
         embedded = self._embed(head, target, ran.tokens[pairs.token])
-        _, kv = self._run(head, embedded, known, state.kv_pages[0], self.pages.planned(pairs.context, len(known)))
+
+        def write(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return q, write_kv(state.kv_pages[0], k, v, pairs.slots)  # nobody reads what its one layer would attend to
+
+        _, kv = self._run(head, embedded, known, pairs.positions, write)
         # The last feature of each sequence, as if all drafts stood: `propose` puts that right.
         q_lens = ran.context.cu_q_lens[1:] - ran.context.cu_q_lens[:-1]
         rows = jnp.where(q_lens > 0, ran.seq_rows, len(state.kept))
@@ -121,18 +123,19 @@ class Eagle(WithPages):
         is_real = last.seq_rows < len(seen.history)
         feature, before = state.of_rows[last.order], jnp.maximum(last.positions - 1, 0)
         (kv,), table = self.pages.branch(state.kv_pages, seen.page_table, last.seq_rows, before)
+        work = self.pages.plan_drafts(table, is_real, before)
 
         def draft(carry: tuple[jax.Array, jax.Array, jax.Array], j: jax.Array) -> Any:
             kv, tokens, feature = carry
             head, target = self._modules(weights)
-            context = self.pages.of_drafts(table, is_real, jnp.where(is_real, before + j, 0))
-            feature, kv = self._run(head, self._embed(head, target, tokens), feature, kv, context)
+            context = self.pages.of_drafts(table, is_real, jnp.where(is_real, before + j, 0), work)
+            attend = functools.partial(attend_paged, None, kv, context)
+            feature, kv = self._run(head, self._embed(head, target, tokens), feature, context.positions, attend)
             rows = replace(last.sampling, position=last.positions + 1 + j)
             tokens, probs = self._choose(head, target, feature, rows)
             return (kv, tokens, feature), (tokens, probs)
 
-        steps = jnp.arange(self.num_drafts, dtype=jnp.int32)
-        (kv, _, _), (drafts, probs) = lax.scan(draft, (kv, last.tokens, feature), steps)
+        (kv, _, _), (drafts, probs) = in_turn(draft, (kv, last.tokens, feature), self.num_drafts, 1)
         kept = state.kept.at[last.seq_rows].set(feature, mode="drop")
         kept_at = state.kept_at.at[last.seq_rows].set(before, mode="drop")
         state = EagleState([kv], state.of_rows, kept, kept_at)
@@ -152,7 +155,8 @@ class Eagle(WithPages):
 class _Pairs:
     """The pairs of a body: T of them, padding behind."""
 
-    context: StepContext  # where they stand, not planned yet
+    positions: jax.Array  # i32[T]
+    slots: jax.Array  # i32[T]
     seq: jax.Array  # i32[T]
     token: jax.Array  # i32[T]: the place in the step of each pair's token, whose state is that of the place before
     from_before: jax.Array  # bool[T]: but for these, whose state the step before has kept
@@ -164,9 +168,7 @@ def _single_pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -
     position = jnp.maximum(context.kv_lens - 2, 0)  # 0 of padding, whose tokens are 0 as well
     written = (context.kv_lens > 1) & (kept_at == position)
     slots = jnp.where(written, context.page_table[seq, position // size] * size + position % size, pages.total * size + seq)
-    lens = {"cu_q_lens": context.cu_q_lens, "kv_lens": jnp.maximum(context.kv_lens - 1, 0)}
-    real = jnp.ones(len(seq), bool)
-    return _Pairs(replace(context, positions=position, slot_mapping=slots, **lens), seq, context.cu_q_lens[:-1], real)
+    return _Pairs(position, slots, seq, context.cu_q_lens[:-1], jnp.ones(len(seq), bool))
 
 
 def _pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -> _Pairs:  # i32[B]
@@ -186,6 +188,4 @@ def _pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -> _Pair
     from_before = real & (offset == 0)
     written = real & (~from_before | (kept_at[seq] == position))
     slots = jnp.where(written, context.page_table[seq, position // size] * size + position % size, pages.total * size + t)
-    cu_pairs = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    lens = {"cu_q_lens": cu_pairs, "kv_lens": jnp.where(num_pairs > 0, context.kv_lens - 1, 0)}
-    return _Pairs(replace(context, positions=position, slot_mapping=slots, num_tokens=ends[-1], **lens), seq, token, from_before)
+    return _Pairs(position, slots, seq, token, from_before)

@@ -44,6 +44,7 @@ from jaxserve.execution.mesh_programs import (
 from jaxserve.execution.model_functions import ModelFunctions
 from jaxserve.execution.page_transfer import TRANSFER_PAGES, put, take
 from jaxserve.execution.resolved_config import ResolvedConfig
+from jaxserve.models import ModelConfig
 from jaxserve.parallel.mesh import spans_hosts
 from jaxserve.sampling import rows as sampling_rows
 from jaxserve.sampling.edit_rows import EditLayout, num_mask_words
@@ -149,7 +150,8 @@ class Programs:
         limits = config.scheduler
         sizes = limits.max_num_seqs, config.cache.page_size, config.plan.max_head_rows
         self.layouts: dict[Bucket, StepLayout] = {
-            b: StepLayout(b, *sizes, _planners(config, b), limits.num_groups) for b in config.plan.buckets
+            b: StepLayout(b, *sizes, _planners(config, b), limits.num_groups, _draft_planners(config, functions, b))
+            for b in config.plan.buckets
         }
         self.proposer: Proposer | None = make_proposer(config, functions)
         self.edit_layout: EditLayout = EditLayout(config.scheduler.max_model_len, config.model.vocab_size)
@@ -372,37 +374,69 @@ def make_proposer(config: ResolvedConfig, functions: ModelFunctions) -> Proposer
     if asked.method == "medusa":
         return Medusa(functions.draft, functions, drafts, draws)
     backend = draft_attention(functions.draft, config.attention_backend, cache.page_size)
-    pages = DraftPages(cache.num_pages, cache.page_size, seqs, drafts, backend)
+    pages = DraftPages(
+        cache.num_pages, cache.page_size, seqs, drafts, backend, _row_planners(backend, functions.draft.model_config)
+    )
     if asked.method == "draft_model":
         return DraftModel(functions.draft, pages, draws)
     return Eagle(functions.draft, functions, pages, draws, config.plan.max_head_rows)
 
 
 def draft_attention(draft: TakenApart, backend: str, page_size: int) -> str:
-    """The attention of a model that drafts beside a target with `backend`: the same, but "xla" where that is planned on the host,
-    who does not know which drafts stand, or can't do the draft's shapes."""
-    row, model = ATTENTION[backend], draft.model_config
+    """The attention of a model that drafts beside a target with `backend`: the same, but "xla" where that can't do the draft's
+    shapes, which is logged."""
+    model = draft.model_config
     heads = {"num_query_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    fits = not row.plans_on_host and row.functions.lacks(**heads, page_size=page_size, dtype=draft.dtype) is None
-    return backend if fits else "xla"
+    lacks = ATTENTION[backend].functions.lacks(**heads, page_size=page_size, dtype=draft.dtype)
+    if lacks is None:
+        return backend
+    _say_fallback(backend, lacks)
+    return "xla"
+
+
+@functools.cache
+def _say_fallback(backend: str, lacks: str) -> None:
+    logger.warning("attention of the draft runs on xla: %s can't do %s", backend, lacks)
 
 
 def _planners(config: ResolvedConfig, bucket: Bucket) -> dict[int | None, Any]:
     """The attention planner of each sliding window of the model, where the backend is planned on the host."""
-    make_planner = host_planner(config.attention_backend)
-    if make_planner is None:
+    return _body_planners(config, config.attention_backend, config.local, bucket)
+
+
+def _draft_planners(config: ResolvedConfig, functions: ModelFunctions, bucket: Bucket) -> dict[int | None, Any]:
+    """The same of a draft model, whose layers attend in bodies. (EAGLE's attends in heads alone.)"""
+    if config.speculative is None or config.speculative.method != "draft_model" or functions.draft is None:
         return {}
-    model, bucket = config.local, bucket.part(config.scheduler.num_groups)
+    backend = draft_attention(functions.draft, config.attention_backend, config.cache.page_size)
+    return _body_planners(config, backend, functions.draft.model_config, bucket)
+
+
+def _body_planners(config: ResolvedConfig, backend: str, model: ModelConfig, bucket: Bucket) -> dict[int | None, Any]:
+    bucket = bucket.part(config.scheduler.num_groups)
     num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    make = functools.partial(
-        make_planner,
+    return _window_planners(
+        *(backend, model),
         num_tokens=bucket.tokens,
         num_seqs=bucket.seqs,
         max_q_len=bucket.max_q_len,
-        num_query_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
         max_kv_len=config.max_pages_per_seq * config.cache.page_size,
         split_q_len=min(bucket.max_q_len, 1 + num_drafts),
     )
-    return {window: make(sliding_window=window) for window in dict.fromkeys(model.sliding_windows)}
+
+
+def _row_planners(backend: str, model: ModelConfig) -> Callable[[int, int], dict[int | None, Any]] | None:
+    """As DraftPages.planners."""
+    if host_planner(backend) is None:
+        return None
+    return lambda rows, positions: _window_planners(
+        backend, model, num_tokens=rows, num_seqs=rows, max_q_len=1, max_kv_len=positions
+    )
+
+
+def _window_planners(backend: str, model: ModelConfig, **sizes: int) -> dict[int | None, Any]:
+    make_planner = host_planner(backend)
+    if make_planner is None:
+        return {}
+    heads = {"num_query_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    return {window: make_planner(sliding_window=window, **heads, **sizes) for window in dict.fromkeys(model.sliding_windows)}

@@ -53,6 +53,7 @@ class Ran:
     hidden: jax.Array  # [T, D]: the target's last hidden states, before its final norm
     layer_inputs: jax.Array | None  # [T, n * D]: the inputs of the proposer's n hidden_layers, side by side; None where n is 0
     logits_tokens: jax.Array  # i32[R]: which tokens the step's logits rows follow; 0 for padding
+    work: Any = None  # what the host planned of its own attention, as StepContext.work; None where the device plans it
 
 
 class WithoutWeights:

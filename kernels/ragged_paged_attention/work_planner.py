@@ -1,7 +1,7 @@
 """The planner of one compiled shape: its work lists, for the tiles of a Mosaic kernel.
 
-The host calls `WorkPlanner.plan` before a step; one list may serve several steps. A kernel's own planner chooses tiles and has
-`work`, which the compiled step calls.
+The host calls `WorkPlanner.plan` before a step; one list may serve several steps. Where only the device knows the lengths, the
+program calls `WorkPlanner.plan_decodes`. A kernel's own planner chooses tiles and has `work`, which the compiled step calls.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol, Self
 
+import jax
 import numpy as np
 
-from kernels.ragged_paged_attention import work_list
+from kernels.ragged_paged_attention import decode_plan, work_list
 from kernels.ragged_paged_attention.work_list import WorkShape
 
 
@@ -90,3 +91,7 @@ class WorkPlanner:
     def plan(self, q_lens: Any, kv_lens: Any, *, least_kv_lens: Any = None, out: np.ndarray | None = None) -> np.ndarray:
         """work_list.plan: on the host. i32[size]."""
         return work_list.plan(self.shape, q_lens, kv_lens, least_kv_lens=least_kv_lens, out=out)
+
+    def plan_decodes(self, kv_lens: jax.Array, least_kv_lens: jax.Array | None = None) -> jax.Array:  # i32[S] -> i32[size]
+        """decode_plan.plan_decodes: on the device, inside a program."""
+        return decode_plan.plan_decodes(self.shape, kv_lens, least_kv_lens)

@@ -321,7 +321,19 @@ def _demands(functions: Any, config: Any, temp_bytes: int) -> StepDemands:
         num_sums=0 if shard.is_alone else embedding if shard.whole_sums else 2 * num_layers + embedding,
         num_gathers=4 * num_layers if shard.whole_sums else 0,
         one_graph=shard.is_alone or config.engine.graph_collectives,
+        num_draft_layers=_draft_layers(functions, config),
     )
+
+
+def _draft_layers(functions: Any, config: Any) -> int:
+    """Layers of a draft model that attend in a body by the target's kernel: but for the last one, of which the keys and values are
+    kept and nothing more is wanted. EAGLE's only layer is such a one."""
+    from jaxserve.execution.programs import draft_attention
+
+    if functions.draft is None or functions.draft.model_config is None:
+        return 0
+    same = draft_attention(functions.draft, config.attention_backend, config.cache.page_size) == config.attention_backend
+    return functions.draft.model_config.num_layers - 1 if same else 0
 
 
 def _stage_faults(stage: StageReports, step: AbstractStep, compiler: Compiler, reserve: int) -> list[str]:

@@ -42,9 +42,10 @@ FEATURES = {
 class StepDemands:
     """What the programs of one plan are held to. Bytes.
 
-    num_layers: attention calls that a body makes. kv_layer_shape: of one layer's pages. pool_bytes: of all pages, which a body must
-    update in place. temp_bytes: what the plan set aside for programs. num_sums, num_gathers: over devices, that a body makes.
-    one_graph: whether a program must be one CUDA graph, which it can't be where sums over devices run outside.
+    num_layers: attention calls that a body makes; num_draft_layers: those that it makes for a draft model. kv_layer_shape: of one
+    layer's pages. pool_bytes: of all pages, which a body must update in place. temp_bytes: what the plan set aside for programs.
+    num_sums, num_gathers: over devices, that a body makes. one_graph: whether a program must be one CUDA graph, which it can't be
+    where sums over devices run outside.
     """
 
     num_layers: int
@@ -54,6 +55,7 @@ class StepDemands:
     num_sums: int = 0
     num_gathers: int = 0
     one_graph: bool = True
+    num_draft_layers: int = 0
 
 
 def body_faults(
@@ -62,12 +64,13 @@ def body_faults(
     """Faults of a body program. attention_kernel: the op that must do every layer's attention (part of its op_name); None where
     the attention backend is XLA's, which runs loops outside the graph. others: how often other ops must be called."""
     faults = program_faults(report, demands) if attention_kernel else _memory_faults(report, demands)
-    demanded = {attention_kernel: demands.num_layers} if attention_kernel else {}
+    demanded = {attention_kernel: demands.num_layers + demands.num_draft_layers} if attention_kernel else {}
     for kernel, wanted in {**demanded, **(others or {})}.items():
         calls = [i.op_name for i in report.mosaic_calls if kernel in i.op_name]
         if len(calls) != wanted:
             faults.append(
-                f"{len(calls)} Mosaic calls named {kernel!r}, not {wanted}, of {demands.num_layers} layers; "
+                f"{len(calls)} Mosaic calls named {kernel!r}, not {wanted}, of {demands.num_layers} layers "
+                f"and {demands.num_draft_layers} of a draft; "
                 f"Mosaic calls: {sorted({i.op_name for i in report.mosaic_calls}) or 'none'}"
             )
     if report.alias_bytes < demands.pool_bytes:

@@ -100,6 +100,23 @@ def test_matches_unpaged_float64(case):
     np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 150])
+def test_what_the_device_plans_has_the_bits_of_what_the_host_plans(window):
+    """Of sequences that are split, that are not, and that have no query; planned for some positions more than there are."""
+    seqs = ((1, 300), (1, 20), (1, 129), (0, 90))
+    case = Case("decodes", seqs, Heads(4, 1, 64), 16, "bfloat16", max_q_len=1, sliding_window=window, padding_tokens=1)
+    batch = build(case)
+    planner, q_lens = planner_of(case, batch), jnp.diff(batch.cu_q_lens)
+    run = attention(planner, case)
+    least = batch.kv_lens * q_lens
+    device = planner.plan_decodes(least + 3 * q_lens, least)
+    host = planner.plan(np.asarray(q_lens), np.asarray(batch.kv_lens))
+    assert planner.shape.unpack(device)["num_split"] > 0
+    got, want = (run(batch.arrays, packed)[:3].view(np.uint16) for packed in (device, host))
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("case", slow_unless(lambda case: case is SPLIT, [INTERPRETED[0], SPLIT]), ids=lambda case: case.name)
 def test_a_call_outside_of_jit_plans_for_itself(monkeypatch, case):
     plans, plan = [], work_list.plan

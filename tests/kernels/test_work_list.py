@@ -1,12 +1,26 @@
 """Work lists against a walk of the batch by hand: nothing left out, nothing twice, balanced, within their arrays."""
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.batching.work_lists import AHEAD
-from kernels.ragged_paged_attention.work_list import BLOCK, TAIL, WorkShape, loads, plan, positions_read, positions_seen
+from kernels.ragged_paged_attention.decode_plan import plan_decodes
+from kernels.ragged_paged_attention.work_list import (
+    BLOCK,
+    ITEM_COST,
+    SPLIT_SHARE,
+    TAIL,
+    WorkShape,
+    loads,
+    plan,
+    positions_read,
+    positions_seen,
+)
 
 HEADS = {"qwen3_0.6b": (8, 2), "qwen3_8b": (8, 4), "qwen3_32b": (8, 8), "qwen3_30b_a3b": (4, 8)}  # K, N / K
 SMS = 132
@@ -281,3 +295,44 @@ def test_a_step_that_does_not_fit_is_refused(q_lens, kv_lens, message):
 def test_a_shape_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match="work list: "):
         shape_of(**wrong)
+
+
+DECODES = {  # shapes of one query token a sequence: with a window, with more sequences than slots, of one chunk, of one sequence
+    "few": shape_of(T=8, max_q_len=1, tile_tokens=1),
+    "window": shape_of(T=8, max_q_len=1, tile_tokens=1, window=300),
+    "many": shape_of(T=32, S=32, max_q_len=1, tile_tokens=1, num_ctas=3),
+    "short": shape_of(T=8, max_q_len=1, tile_tokens=1, max_kv_len=100),
+    "one": shape_of(T=1, S=1, max_q_len=1, tile_tokens=1, num_ctas=SMS, K=8),
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_the_device_plans_decodes_whose_lengths_lie_within_bounds(name):
+    shape, rng, splits = DECODES[name], np.random.default_rng(4), 0
+    planned = jax.jit(functools.partial(plan_decodes, shape))
+    for _ in range(30):
+        true = rng.integers(1, rng.choice([100, shape.max_kv_len]) + 1, shape.num_seqs)
+        q_lens = (np.arange(shape.num_seqs) < rng.integers(0, shape.num_seqs + 1)).astype(int)
+        most = np.minimum(true + rng.integers(0, 8), shape.max_kv_len) * q_lens
+        packed = np.array(planned(jnp.asarray(most, jnp.int32), jnp.asarray(true * q_lens, jnp.int32)))
+        assert packed.shape == (shape.size,)
+        check(shape, q_lens, true * q_lens, packed)
+        splits += int(shape.unpack(packed)["num_split"][0])
+    assert (splits > 5) == (name != "short")
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 32, 128])
+def test_no_cta_has_more_than_its_share_and_one_item_of_what_the_device_plans(num_seqs):
+    rng = np.random.default_rng(num_seqs)
+    shape = shape_of(num_seqs, num_seqs, max_q_len=1, K=8, max_kv_len=8192, num_ctas=SMS, tile_tokens=1, chunk=512)
+    for median in (300, 3000):
+        kv_lens = np.clip(rng.lognormal(np.log(median), 0.8, num_seqs), 1, 8192).astype(np.int32)
+        packed = np.array(jax.jit(functools.partial(plan_decodes, shape))(jnp.asarray(kv_lens)))
+        mine = loads(shape, packed, np.ones_like(kv_lens), kv_lens)
+        share, chunk = mine.sum() / SMS, shape.chunk // BLOCK
+        assert mine.max() <= share + max(share / SPLIT_SHARE, chunk) + ITEM_COST
+
+
+def test_the_device_plans_no_step_of_several_tokens_a_sequence():
+    with pytest.raises(ValueError, match="max_q_len=64 1: plan other steps on the host"):
+        plan_decodes(shape_of(), jnp.zeros(8, jnp.int32))

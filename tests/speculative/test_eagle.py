@@ -96,10 +96,10 @@ def test_pairs_of_decodes_alone_are_those_of_any_step():
     pairs = [make(context, jnp.asarray(kept_at), pages) for make in (_single_pairs, _pairs)]
     written = []
     for found in pairs:
-        slots = np.asarray(found.context.slot_mapping)
+        slots = np.asarray(found.slots)
         (at,) = (slots < pages.total * pages.page_size).nonzero()
         assert np.asarray(found.from_before)[at].all()
-        of_slot = zip(*(np.asarray(x)[at].tolist() for x in (found.seq, found.token, found.context.positions)), strict=True)
+        of_slot = zip(*(np.asarray(x)[at].tolist() for x in (found.seq, found.token, found.positions)), strict=True)
         written.append(dict(zip(slots[at].tolist(), of_slot, strict=True)))
     assert written[0] == written[1] == {table[0, 0] * 4 + 3: (0, 0, 3), table[2, 3] * 4 + 2: (2, 2, 14)}
 
