@@ -95,8 +95,8 @@ class LLM:
             config = engine_config(options)
             check_tokenizer_choice(tokenizer, skip_tokenizer_init)
             files = find_model(model, revision=revision)
-            shards, config, qualification = prepare(files, config, mesh, hosts)
             draft = find_draft(config, files.config)
+            shards, config, qualification = prepare(files, config, mesh, hosts, draft)
             if draft is not None and not skip_tokenizer_init:
                 tokenizer = same_vocabulary(draft, tokenizer or files.path)
             loaded = load_files(

@@ -32,8 +32,8 @@ _AGAIN = flags.DEFINE_bool("again", False, "Try what this card has tried before,
 _JSON = flags.DEFINE_bool("json", False, "Print the verdict as JSON.")
 
 
-def model_asked() -> tuple[Any, str, Any] | None:
-    """(ModelConfig, dtype, EngineConfig) of --model; None where it is not given.
+def model_asked() -> tuple[Any, str, Any, Any] | None:
+    """(ModelConfig, dtype, EngineConfig, ModelConfig of what drafts if that attends) of --model; None where it is not given.
 
     Raises ValueError, NotImplementedError or OSError for what can't be read or used.
     """
@@ -41,15 +41,17 @@ def model_asked() -> tuple[Any, str, Any] | None:
         refuse_flags("of a model's shapes: give --model", *_OF_MODEL)
         return None
     from jaxserve.config import EngineConfig
+    from jaxserve.engine.drafting import attention_config, find_draft
     from jaxserve.models.files import find_model
 
     given: dict[str, Any] = {name: flags.FLAGS[name].value for name in _OF_MODEL}
     config = EngineConfig(**given)
     files = find_model(_MODEL.value)
-    return files.config, files.dtype(config.dtype), config
+    draft = attention_config(find_draft(config, files.config))
+    return files.config, files.dtype(config.dtype), config, draft
 
 
-def plan_of(asked: tuple[Any, str, Any] | None, platform: str) -> Any:
+def plan_of(asked: tuple[Any, str, Any, Any] | None, platform: str) -> Any:
     """All kernels, on the batches that every card is asked and those of the model. ValueError as `check_options`."""
     from kernels.qualification.plan import TABLES, Ask, Plan
 
@@ -58,9 +60,9 @@ def plan_of(asked: tuple[Any, str, Any] | None, platform: str) -> Any:
     from jaxserve.engine.kernel_choice import kernel_plan
     from jaxserve.engine.resolution import check_options
 
-    model, dtype, config = asked
+    model, dtype, config, draft = asked
     check_options(config, model, dtype, platform)
-    return dataclasses.replace(kernel_plan(model, dtype, config, platform), every=True)
+    return dataclasses.replace(kernel_plan(model, dtype, config, platform, draft), every=True)
 
 
 def main() -> int:

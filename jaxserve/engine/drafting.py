@@ -154,9 +154,16 @@ def check_vocabulary(model: Any, target: Tokenizer, draft: Tokenizer) -> None:
         )
 
 
+def attention_config(draft: Draft | DraftFiles | None) -> ModelConfig | None:
+    """Of the layers in which a draft attends; None where it does not."""
+    if isinstance(draft, EagleHead | EagleFiles):
+        return draft.config.layer
+    return draft.config if isinstance(draft, Decoder | ModelFiles) else None
+
+
 def draft_functions(draft: Draft, config: EngineConfig, target: ModelFunctions) -> TakenApart:
     """What drafts, taken apart for the programs of its target. On a CPU the layers of a draft model or head run our kernels as the
-    target's do. On a GPU they are XLA's, as no qualification has asked a card about their shapes.
+    target's do. On a GPU they are XLA's, but for the attention: no qualification asks a card about their other shapes.
 
     Raises:
       NotImplementedError: the target lies on several devices.

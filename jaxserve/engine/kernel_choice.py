@@ -47,20 +47,17 @@ class KernelChoice:
         return SKIPPED if self.skipped else NO_CARD if self.qualification is None else str(self.qualification)
 
 
-def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: str) -> Plan:
-    """What a card must be asked before an engine of this model and config chooses its kernels."""
+def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: str, draft: ModelConfig | None = None) -> Plan:
+    """What a card must be asked before an engine of this model and config chooses its kernels. draft: of what drafts, if it
+    attends."""
     dtype = jnp.dtype(dtype).name
-    heads = {
-        "num_query_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "page_size": config.page_size or DEFAULT_PAGE_SIZE,
-        "dtype": dtype,
-    }
+    heads: dict[str, Any] = _heads(model) | {"page_size": config.page_size or DEFAULT_PAGE_SIZE, "dtype": dtype}
     attention = heads | {
-        "sliding_windows": list(dict.fromkeys(model.sliding_windows)),
+        "sliding_windows": _windows(model),
         "num_drafts": 0 if config.speculative is None else config.speculative.num_speculative_tokens,
     }
+    if draft is not None and not (_heads(draft) == _heads(model) and set(_windows(draft)) <= set(_windows(model))):
+        attention["draft"] = _heads(draft) | {"sliding_windows": _windows(draft)}
     experts = {
         "num_experts": model.num_experts,
         "num_choices": model.num_experts_per_token,
@@ -76,29 +73,49 @@ def kernel_plan(model: ModelConfig, dtype: Any, config: EngineConfig, platform: 
     return Plan(asks, platform=platform, small=platform != "gpu")
 
 
+def _heads(model: ModelConfig) -> dict[str, int]:
+    return {"num_query_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+
+
+def _windows(model: ModelConfig) -> list[int | None]:
+    return list(dict.fromkeys(model.sliding_windows))
+
+
 def qualify_kernels(
-    model: ModelConfig, dtype: Any, config: EngineConfig, *, ask_jax: bool, tried: Qualification | None = None
+    model: ModelConfig,
+    dtype: Any,
+    config: EngineConfig,
+    *,
+    ask_jax: bool,
+    tried: Qualification | None = None,
+    draft: ModelConfig | None = None,
 ) -> Qualification | None:
     """The verdict of this machine's card on the kernels of an engine, tried now where there is none; None without a GPU, or where
     the config skips it. ask_jax: see `find_card`. tried: what this start has found before, which is not tried twice where it is of
-    the same card and plan. Raises as `check_options`, before anything is tried."""
+    the same card and plan. draft: as `kernel_plan`'s. Raises as `check_options`, before anything is tried."""
     if config.skip_qualification:
         return None
     card = find_card(ask_jax=ask_jax)
     if card is None:
         return None
     check_options(config, model, dtype, card.platform)
-    plan = kernel_plan(model, dtype, config, card.platform)
+    plan = kernel_plan(model, dtype, config, card.platform, draft)
     if tried is not None and (tried.card, tried.plan) == (card, plan):
         return tried
     return qualify(card, plan)
 
 
-def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: Qualification | None = None) -> KernelChoice:
+def choose_kernels(
+    model: ModelConfig,
+    dtype: Any,
+    config: EngineConfig,
+    tried: Qualification | None = None,
+    draft: ModelConfig | None = None,
+) -> KernelChoice:
     """The backends of an engine's kernels on JAX's default device, of which none is "auto" (but moe without experts).
 
     Args:
-      tried: see `qualify_kernels`.
+      tried, draft: see `qualify_kernels`.
 
     Raises: NotImplementedError for a backend of attention or matmuls that was named and can't; as `qualify_kernels`.
     """
@@ -106,7 +123,7 @@ def choose_kernels(model: ModelConfig, dtype: Any, config: EngineConfig, tried: 
     for named, resolve_here in ((config.attention_backend, resolve_attention_here), (config.matmul_backend, resolve_matmul_here)):
         if named != "auto":  # what it lacks is said before kernels are tried
             resolve_here()
-    qualification = qualify_kernels(model, dtype, config, ask_jax=True, tried=tried)
+    qualification = qualify_kernels(model, dtype, config, ask_jax=True, tried=tried, draft=draft)
     asked = {"attention": config.attention_backend, "fused_matmul": config.matmul_backend, "grouped_matmul": config.moe_backend}
     left_out: dict[str, dict[str, str]] = {kernel: {} for kernel in (*asked, "rotary_write")}
     if qualification is not None:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, File, options
-from jaxserve.engine.drafting import Draft, draft_functions
+from jaxserve.engine.drafting import Draft, DraftFiles, attention_config, draft_functions
 from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, decide_deterministic, qualify_kernels
 from jaxserve.engine.resolution import model_functions, resolve
 from jaxserve.engine.sharding import check_sharding, local_part, model_shards
@@ -65,7 +65,7 @@ def set_up_runner(
         model = shard_model(model, shards)
     part, dtype = local_part(model), weights_dtype(model)
     config = decide_deterministic(part, dtype, config)
-    kernels = choose_kernels(part, dtype, config, qualification)
+    kernels = choose_kernels(part, dtype, config, qualification, attention_config(draft))
     functions = model_functions(model, config, kernels.layer)
     if draft is not None:
         functions.draft = draft_functions(draft, config, functions)
@@ -90,16 +90,18 @@ def set_up_runner(
 
 
 def prepare(
-    files: ModelFiles, config: EngineConfig, mesh: Mesh | None, hosts: HostGroup | None
+    files: ModelFiles, config: EngineConfig, mesh: Mesh | None, hosts: HostGroup | None, draft: DraftFiles | None = None
 ) -> tuple[ModelShards | None, EngineConfig, Qualification | None]:
     """What comes before the weights: how they are cut, the config with the number of devices in it, and what this card's kernels
-    are worth, tried while JAX has not taken the device's memory. The same on every host. Errors as those of `Engine`."""
+    are worth, tried while JAX has not taken the device's memory. The same on every host. draft: what drafts, if a checkpoint does.
+    Errors as those of `Engine`."""
     qualification = None
     if mesh is None:
         check_sharding(config)
         several = config.tensor_parallel_size > 1
         part = local_config(files.config, config.tensor_parallel_size, config.attention_groups) if several else files.config
-        qualification = qualify_kernels(part, files.dtype(config.dtype), config, ask_jax=False)
+        dtype = files.dtype(config.dtype)
+        qualification = qualify_kernels(part, dtype, config, ask_jax=False, draft=attention_config(draft))
     if hosts is not None:
         check_hosts(hosts, files, config)
     shards, config = model_shards(files.config, config, mesh, hosts)

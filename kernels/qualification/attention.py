@@ -122,18 +122,20 @@ def reference(arrays: tuple[jax.Array, ...], options: Mapping[str, Any]) -> np.n
 def checks(shapes: Mapping[str, Any] | None, few: bool) -> list[AttentionCheck]:
     """The batches that every card is asked, or those of a model.
 
-    shapes: num_query_heads, num_kv_heads, head_dim, page_size, dtype, sliding_windows (a list, None for none) and num_drafts.
+    shapes: num_query_heads, num_kv_heads, head_dim, page_size, dtype, sliding_windows (a list, None for none) and num_drafts; where
+    a model drafts that attends otherwise, "draft" with its num_query_heads, num_kv_heads, head_dim and sliding_windows.
     few: what an interpreter can run in seconds.
     """
     if shapes is not None:
-        return _own(shapes, few)
+        of_draft = _own({**shapes, **shapes["draft"]}, few, "the draft") if "draft" in shapes else []
+        return _own(shapes, few) + of_draft
     if few:
         return [AttentionCheck(_NAMED[name], _NAMED[name].max_q_len or 1) for name in _SMALL]
     drafts = _NAMED["drafts-bfloat16"]
     return [*(AttentionCheck(_NAMED[name]) for name in _HARD), AttentionCheck(drafts, 5), *map(AttentionCheck, _LARGE)]
 
 
-def _own(shapes: Mapping[str, Any], few: bool) -> list[AttentionCheck]:
+def _own(shapes: Mapping[str, Any], few: bool, whose: str = "the model") -> list[AttentionCheck]:
     heads = Heads(shapes["num_query_heads"], shapes["num_kv_heads"], shapes["head_dim"])
     page_size, q_len = shapes["page_size"], 1 + shapes["num_drafts"]
     made = []
@@ -143,7 +145,7 @@ def _own(shapes: Mapping[str, Any], few: bool) -> list[AttentionCheck]:
         if q_len > 1:
             batches.append(("drafts", tuple((min(q_len, kv_len), kv_len) for _, kv_len in decodes), q_len))
         for what, seqs, max_q_len in batches:
-            name = f"{what} of the model" + ("" if window is None else f", window {window}")
+            name = f"{what} of {whose}" + ("" if window is None else f", window {window}")
             case = Case(name, seqs, heads, page_size, shapes["dtype"], sliding_window=window, max_q_len=max_q_len)
             made.append(AttentionCheck(case, q_len if max_q_len != 1 else 1))
     return made

@@ -41,6 +41,18 @@ def test_auto(device, dtype, found):
     assert chosen.layer.moe == "auto" and not chosen.layer.fuse_residuals
 
 
+def test_a_card_is_asked_about_a_draft_that_attends_otherwise():
+    def asked(draft):
+        plan = kernel_choice.kernel_plan(MODEL, "bfloat16", jaxserve.EngineConfig(), "gpu", draft)
+        return (plan.asks["attention"].shapes or {}).get("draft")
+
+    heads = {"num_query_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    others = dataclasses.replace(MODEL, num_heads=8)
+    assert asked(others) == heads | {"sliding_windows": list(dict.fromkeys(MODEL.sliding_windows))}
+    assert asked(dataclasses.replace(MODEL, num_layers=1, sliding_windows=(77,)))["sliding_windows"] == [77]
+    assert asked(None) is None and asked(dataclasses.replace(MODEL, vocab_size=9)) is None
+
+
 def test_a_backend_that_is_named():
     assert choose(HOPPER, matmul_backend="xla").layer.matmul == "xla"
     assert choose(HOPPER, attention_backend="xla").layer.rotary == "xla"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import backends
+from kernels import backends, gpu
 from kernels.backends import ATTENTION, Backend
 from kernels.qualification import attention, grouped_matmul, rotary_write
 from kernels.qualification.checks import CHECKS, num_differing, run_check, run_unit
@@ -51,6 +51,20 @@ def test_attention_of_this_machine_passes(shapes):
     assert (verdict.result, verdict.reason) == (PASSED, "")
     wanted = [f"{what} of the model{window}" for window in ("", ", window 20") for what in ("decodes", "mixed", "drafts")]
     assert names == (wanted if shapes else ["gpu-decodes-smollm2", "gpu-drafts"])
+
+
+def test_a_draft_is_asked_about_in_its_own_heads_and_windows():
+    draft = {"num_query_heads": 4, "num_kv_heads": 4, "head_dim": 80, "sliding_windows": [None]}
+    checks = attention.checks(MODEL | {"draft": draft}, few=True)
+    of_draft = [check for check in checks if check.case.name.endswith("of the draft")]
+    assert [check.case.name.split()[0] for check in of_draft] == ["decodes", "mixed", "drafts"]
+    assert {(check.case.heads, check.case.page_size, check.case.sliding_window) for check in of_draft} == {((4, 4, 80), 32, None)}
+    assert [check.case.name for check in checks if check not in of_draft] == [
+        c.case.name for c in attention.checks(MODEL, few=True)
+    ]
+    with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):  # the target's batches are tried, whatever the draft's lack
+        lacking = [check.lacks(ATTENTION["mosaic_sm90"]) for check in checks]
+    assert [lacks is None for lacks in lacking] == [check not in of_draft for check in checks]
 
 
 @pytest.mark.parametrize("shapes", slow_unless(lambda shapes: shapes is None, [None, EXPERTS]), ids=["every card's", "a model's"])
