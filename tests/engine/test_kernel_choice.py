@@ -42,7 +42,7 @@ def test_auto(device, dtype, found):
 
 
 def test_a_card_is_asked_about_a_draft_that_attends_otherwise():
-    def asked(draft):
+    def asked(draft) -> Any:
         plan = kernel_choice.kernel_plan(MODEL, "bfloat16", jaxserve.EngineConfig(), "gpu", draft)
         return (plan.asks["attention"].shapes or {}).get("draft")
 

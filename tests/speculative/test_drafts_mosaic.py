@@ -76,8 +76,8 @@ def test_drafts_of_interpreted_kernels_are_those_of_xla(name):
     with gpu.interpreted():
         got, engine = proposals("mosaic_sm90", name)
     want, _ = proposals("xla", name)
-    programs: Programs = engine.runner.programs  # pyright: ignore[reportAttributeAccessIssue]
-    fields = {field for layout in programs.layouts.values() for field in layout.lists}
+    assert isinstance(engine.runner.programs, Programs)
+    fields = {field for layout in engine.runner.programs.layouts.values() for field in layout.lists}
     assert ("draft_work_9" in fields) == (name == "other heads") and "work_None" in fields
     both = got.keys() & want.keys()
     assert len(both) >= 4
