@@ -309,8 +309,9 @@ def _compile_links(step: AbstractStep, compiler: Compiler, buckets: list[Any], o
     return reports
 
 
-def _demands(functions: Any, config: Any, temp_bytes: int) -> StepDemands:
+def _demands(programs: Any, config: Any, temp_bytes: int) -> StepDemands:
     """What the programs of one stage are held to."""
+    functions = programs.functions
     shard, num_layers = functions.shard, len(functions.layers)
     embedding = int(functions.is_first)
     return StepDemands(
@@ -321,25 +322,23 @@ def _demands(functions: Any, config: Any, temp_bytes: int) -> StepDemands:
         num_sums=0 if shard.is_alone else embedding if shard.whole_sums else 2 * num_layers + embedding,
         num_gathers=4 * num_layers if shard.whole_sums else 0,
         one_graph=shard.is_alone or config.engine.graph_collectives,
-        num_draft_layers=_draft_layers(functions, config),
+        num_draft_layers=_draft_layers(programs, config),
     )
 
 
-def _draft_layers(functions: Any, config: Any) -> int:
+def _draft_layers(programs: Any, config: Any) -> int:
     """Layers of a draft model that attend in a body by the target's kernel: but for the last one, of which the keys and values are
     kept and nothing more is wanted. EAGLE's only layer is such a one."""
-    from jaxserve.execution.programs import draft_attention
-
-    if functions.draft is None or functions.draft.model_config is None:
+    pages = getattr(programs.proposer, "pages", None)
+    if pages is None or pages.backend != config.attention_backend:
         return 0
-    same = draft_attention(functions.draft, config.attention_backend, config.cache.page_size) == config.attention_backend
-    return functions.draft.model_config.num_layers - 1 if same else 0
+    return programs.functions.draft.model_config.num_layers - 1
 
 
 def _stage_faults(stage: StageReports, step: AbstractStep, compiler: Compiler, reserve: int) -> list[str]:
     """What is wrong with the programs of a stage. reserve: bytes that the plan sets aside for programs."""
     config, functions = step.config, stage.programs.functions
-    demands, attention = _demands(functions, config, reserve), OPS.get(config.attention_backend)
+    demands, attention = _demands(stage.programs, config, reserve), OPS.get(config.attention_backend)
     others = _calls(functions, config.model) if attention is not None else {}
     faults: list[str] = []
     for report in stage.bodies.values():

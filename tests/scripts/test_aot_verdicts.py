@@ -71,6 +71,13 @@ def test_faults_of_a_body(change, message):
     assert message in fault and fault.startswith("body: ")
 
 
+def test_a_body_attends_for_a_draft_model_too():
+    demands = dataclasses.replace(DEMANDS, num_draft_layers=1)
+    [fault] = body_faults(good_body(), demands, "decode")
+    assert "2 Mosaic calls named 'decode', not 3, of 2 layers and 1 of a draft" in fault
+    assert body_faults(dataclasses.replace(good_body(), instructions=[call("decode")] * 3), demands, "decode") == []
+
+
 def test_a_body_of_several_devices_sums_twice_a_layer_and_may_be_several_graphs():
     sums = [Instruction(f"sum.{i}", "all-reduce-start", (), (), "", "") for i in range(5)]
     body = dataclasses.replace(good_body(), instructions=[*good_body().instructions, *sums])
