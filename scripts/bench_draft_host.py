@@ -103,7 +103,8 @@ class Machine:
         if not schedule.num_drafts:
             tokens = tokens[:, 0]
         sampled = time.perf_counter()
-        outcomes = self.lengths.take_tokens(schedule, tokens, counts if schedule.num_drafts else None, drafts)
+        undisturbed = self.scheduler.is_undisturbed(schedule)
+        outcomes = self.lengths.take_tokens(schedule, tokens, counts if schedule.num_drafts else None, drafts, undisturbed)
         learnt = time.perf_counter()
         result = self.scheduler.update(schedule, tokens, counts if schedule.num_drafts else None)
         updated = time.perf_counter()

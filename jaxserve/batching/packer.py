@@ -91,7 +91,7 @@ class BatchPacker:
     def newcomers(self, schedule: Schedule) -> list[Request]:
         """The requests of this schedule whose row has a new owner since it was last packed; their sampling parameters are now in
         the mirror, and their edits, if any, go with the next `pack`. Call it once a schedule, before `pack`."""
-        new = np.flatnonzero(self._generations[schedule.rows] != schedule.generations)
+        (new,) = (self._generations[schedule.rows] != schedule.generations).nonzero()
         for i in new:
             request, row = schedule.requests[i], int(schedule.rows[i])
             self._generations[row] = schedule.generations[i]
@@ -150,7 +150,7 @@ class BatchPacker:
         r = len(rows)
         view["logits_tokens"][:r] = tokens
         view["logits_rows"][:r] = rows
-        view["sampling"][:r] = self.sampling[rows]
+        self.sampling.take(rows, 0, view["sampling"][:r], "clip")  # in place; all are in range
         with_logprobs = bool(self.wants_logprobs[rows].any())
         head_rows, with_logprobs = self.plan.select_head(r, with_logprobs) if r else (0, False)
         return StepInputs(

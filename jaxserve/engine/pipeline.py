@@ -198,7 +198,8 @@ class StepPipeline:
         self.draft_lengths.take_time(step.schedule, step.dispatched_at, time.monotonic(), step.proposes)
         if sampled is None:
             return None
-        return self.draft_lengths.take_tokens(step.schedule, tokens, counts, sampled.drafts)
+        undisturbed = self.scheduler.is_undisturbed(step.schedule)
+        return self.draft_lengths.take_tokens(step.schedule, tokens, counts, sampled.drafts, undisturbed)
 
     def _end_finished(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

@@ -76,16 +76,16 @@ class EngineStats:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
         stop is none of it and does not count as accepted."""
         requests, accepted = [schedule.requests[i] for i in outcomes.entries.tolist()], outcomes.num_accepted.tolist()
-        ended = [i for i, request in enumerate(requests) if request.finished]
+        ended = [i for i, request in enumerate(requests) if request.finished] if result.finished else []
         if ended:
             num_delivered = Counter(map(id, result.requests))
             for i in ended:
                 accepted[i] = min(accepted[i], num_delivered[id(requests[i])])
-        per_pos, by_num = self.num_accepted_tokens_per_pos, Counter(accepted)
-        per_pos += [0] * (max(by_num) - len(per_pos))
-        for num_accepted, n in by_num.items():
-            for i in range(num_accepted):
-                per_pos[i] += n
+        per_pos = self.num_accepted_tokens_per_pos
+        at_least = np.bincount(accepted)[::-1].cumsum()[-2::-1].tolist()  # requests with so many accepted tokens or more: 1, 2, ...
+        per_pos += [0] * (len(at_least) - len(per_pos))
+        for i, n in enumerate(at_least):
+            per_pos[i] += n
         self.num_drafts += len(requests)
         self.num_draft_tokens += int(outcomes.num_drafts.sum())
         self.num_accepted_tokens += sum(accepted)

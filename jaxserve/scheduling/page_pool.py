@@ -11,10 +11,12 @@ vLLM's automatic prefix caching; paging is Kwon et al., SOSP 2023.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import struct
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def root_hash(num_weight_updates: int, salt: str | None, names: tuple[str, str] = ("", "")) -> bytes:
@@ -24,7 +26,13 @@ def root_hash(num_weight_updates: int, salt: str | None, names: tuple[str, str] 
 
 def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of a full page that holds `token_ids` and follows the page whose hash is `parent`."""
-    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+    return hashlib.sha256(parent + _packed(len(token_ids))(*token_ids)).digest()
+
+
+@functools.cache
+def _packed(num_tokens: int) -> Callable[..., bytes]:
+    """Of so many integers their bytes, as int32. (Of 16 it takes 0.3 us, and array("i", ...).tobytes() 0.5.)"""
+    return struct.Struct(f"{num_tokens}i").pack
 
 
 def extend_hash_chain(chain: list[bytes], token_ids: Sequence[int], page_size: int, num_pages: int) -> None:

@@ -106,11 +106,15 @@ class LogitsRows:
             ends, rows = ends[entries], rows[entries]
         if not schedule.num_drafts:
             return cls(ends, rows, entries)
-        counts = np.ones(schedule.num_seqs, np.intp)
-        counts[: schedule.num_decodes] = schedule.q_lens[: schedule.num_decodes]
-        counts = counts[entries]
-        firsts = np.cumsum(counts) - counts
-        tokens = np.repeat(ends + 1 - counts - firsts, counts) + np.arange(counts.sum())
+        counts = schedule.q_lens.astype(np.intp)
+        if schedule.num_decodes < schedule.num_seqs:
+            counts[schedule.num_decodes :] = 1
+            counts = counts[entries]
+        past = np.cumsum(counts)
+        firsts = past - counts
+        tokens = np.arange(past[-1])
+        if len(tokens) < schedule.num_tokens:  # beside chunks
+            tokens += np.repeat(ends + 1 - past, counts)
         return cls(tokens, np.repeat(rows, counts), entries, counts, firsts)
 
     def __len__(self) -> int:

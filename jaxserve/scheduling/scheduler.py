@@ -250,6 +250,10 @@ class Scheduler:
             self._num_holding[schedule.rows] -= 1
         return self.intake.take(schedule, sampled) if counts is None else self.intake.take_drafted(schedule, sampled, counts)
 
+    def is_undisturbed(self, schedule: Schedule) -> bool:
+        """Whether all requests of a step in flight still run in their rows, none with a forced token in flight."""
+        return not self.requests.forced and bool((self.rows.generation[schedule.rows] == schedule.generations).all())
+
     # Steps that need no composing (a simulator's)
 
     def may_admit(self) -> bool:

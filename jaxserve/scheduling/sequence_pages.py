@@ -88,11 +88,13 @@ class SequencePages:
         more = (num_full > num_hashed).nonzero()[0]
         if not len(more):
             return
-        rows, starts, ends = rows[more], num_hashed[more].tolist(), num_full[more]
+        rows, starts, ends = rows[more], num_hashed[more], num_full[more]
         state.num_hashed[rows] = ends
-        for row, start, end in zip(rows.tolist(), starts, ends.tolist(), strict=True):
-            request = state.request_at(row)
-            extend_hash_chain(request.hash_chain, request.token_ids, page_size, end)
-            pool = self.pools[self.group_of(row)]
-            for i in range(start, end):
-                pool.register(int(state.page_table[row, i]), request.hash_chain[i + 1])
+        firsts = state.page_table[rows, starts].tolist()  # mostly a row has one
+        for row, start, end, page in zip(rows.tolist(), starts.tolist(), ends.tolist(), firsts, strict=True):
+            request, pool = state.request_at(row), self.pools[self.group_of(row)]
+            chain = request.hash_chain
+            extend_hash_chain(chain, request.token_ids, page_size, end)
+            pool.register(page, chain[start + 1])
+            for i in range(start + 1, end):
+                pool.register(int(state.page_table[row, i]), chain[i + 1])

@@ -131,11 +131,12 @@ class SequenceRows:
         rows, held, sent = rows[changed], held[changed], sent[changed]
         self.num_uploaded[rows] = held
         counts, columns = (held - sent) // self.page_size, sent // self.page_size
-        starts = counts.cumsum() - counts  # where each row's updates begin
-        updates = np.empty((int(counts.sum()), 3), np.int32)
-        updates[:, 0] = rows = rows.repeat(counts)
-        updates[:, 1] = columns = (columns - starts).repeat(counts) + np.arange(len(rows))
-        updates[:, 2] = self.page_table[rows, columns]
+        ends = counts.cumsum()
+        if (num_updates := int(ends[-1]) if len(ends) else 0) > len(rows):  # seldom: a row that got several pages
+            columns = (columns - ends + counts).repeat(counts) + np.arange(num_updates)
+            rows = rows.repeat(counts)
+        updates = np.empty((num_updates, 3), np.int32)
+        updates[:, 0], updates[:, 1], updates[:, 2] = rows, columns, self.page_table[rows, columns]
         return updates
 
     @contextmanager

@@ -187,8 +187,10 @@ class StepComposer:
             return wanted
         wanted = np.minimum(wanted, rows.limit[decodes] - starts - 2)
         room = min(self._budget(starts) - n, draft_lengths.max_rows - n - num_prompts)
-        ends = np.minimum(np.cumsum(np.maximum(wanted, 0)), max(0, room // 2 if num_prompts else room))
-        num_drafts = np.diff(ends, prepend=0).astype(np.int32)
+        room, num_drafts = max(0, room // 2 if num_prompts else room), np.maximum(wanted, 0)
+        ends = num_drafts.cumsum()
+        if ends[-1] > room:
+            num_drafts = np.diff(np.minimum(ends, room), prepend=0).astype(np.int32)
         (short,) = (starts + num_drafts >= rows.capacity[decodes]).nonzero()
         while len(short) and self._pages.grow(decodes[short]):  # a page for each, or none where there are too few
             short = short[(starts + num_drafts)[short] >= rows.capacity[decodes[short]]]

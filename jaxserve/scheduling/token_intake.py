@@ -6,14 +6,20 @@ ends its request. Knows nothing of queues, budgets or policies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from itertools import chain, repeat
 
 import numpy as np
 
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.lifecycle import RequestLifecycle
 from jaxserve.scheduling.schedule import Schedule, StepResult
+
+
+@functools.cache
+def _prefixes(width: int) -> np.ndarray:  # bool[width + 1, width]
+    """The first n of so many, for each n. (A row of this table is had sooner than compared.)"""
+    return np.tri(width + 1, width, -1, bool)
 
 
 class TokenIntake:
@@ -69,33 +75,33 @@ class TokenIntake:
         """The tokens of a step with drafts. An entry brings one token and its accepted drafts, and gives back the rejected ones."""
         state, rows, requests = self._rows, schedule.rows, schedule.requests
         samples = self._without_forced(schedule) if self.requests.forced else schedule.samples
-        planned = np.where(np.arange(len(rows)) < schedule.num_decodes, schedule.q_lens, 1)
+        planned = schedule.q_lens
+        if schedule.num_decodes < len(rows):
+            planned = np.where(np.arange(len(rows)) < schedule.num_decodes, planned, 1)
         odd = samples & ((counts < 1) | (counts > planned))
         assert not odd.any(), f"{counts[odd]} tokens of entries that planned {planned[odd]}"
         own = samples & (state.generation[rows] == schedule.generations)
-        state.num_computed[rows[own]] -= (planned - counts)[own]
+        state.num_computed[rows] -= (planned - counts) * own
         known = state.num_known[rows] + counts
         alone = samples & ~(own & (known < state.limit[rows]))  # that may end, or that have no row any more
-        tokens, ends = sampled[np.arange(sampled.shape[1]) < counts[:, None]].tolist(), counts.cumsum()
-        texts = [tokens[begin:end] for begin, end in zip((ends - counts).tolist(), ends.tolist(), strict=True)]
-        stop_ids = self.requests.stop_ids.keys()
-        if not stop_ids.isdisjoint(tokens):
-            alone |= samples & np.array([not stop_ids.isdisjoint(text) for text in texts], bool)
+        given = _prefixes(sampled.shape[1]).take(counts, 0)
+        tokens, stop_ids = sampled[given].tolist(), self.requests.stop_ids
+        if stop_ids and not stop_ids.keys().isdisjoint(tokens):
+            alone |= samples & (given & np.isin(sampled, list(stop_ids))).any(1)
         if watched := self.requests.repetitions:
             alone |= samples & np.array([request.request_id in watched for request in requests], bool)
-        together = (samples & ~alone).nonzero()[0]
+        (together,) = (samples & ~alone).nonzero()
+        own_rows = rows
         if len(together) < len(rows):
-            owners, parts = [requests[i] for i in together.tolist()], [texts[i] for i in together.tolist()]
-            tokens = list(chain.from_iterable(parts))
-        else:
-            owners, parts = requests, texts
-        for request, text in zip(owners, parts, strict=True):
-            request.token_ids += text
-        result = StepResult(list(chain.from_iterable(map(repeat, owners, map(len, parts)))), tokens)
-        state.num_known[rows[together]] = known[together]
-        self._pages.register_full(rows[together])
+            own_rows, known, tokens = rows[together], known[together], sampled[together][given[together]].tolist()
+        owners = [requests[i] for i in together.repeat(counts[together]).tolist()]
+        for request, token in zip(owners, tokens):  # noqa: B905 (as in `take`)
+            request.token_ids.append(token)
+        result = StepResult(owners, tokens)
+        state.num_known[own_rows] = known
+        self._pages.register_full(own_rows)
         for i in alone.nonzero()[0].tolist():
-            self._deliver(requests[i], texts[i], int(planned[i]), result)
+            self._deliver(requests[i], sampled[i, : counts[i]].tolist(), int(planned[i]), result)
         return result
 
     def append_forced(self, request: Request, token_ids: Sequence[int], *, max_tokens: int, num_cut: int = 0) -> StepResult:

@@ -131,6 +131,7 @@ class DraftLengths:
         self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
+        self._keeps, self._ones = (1 - MEMORY) ** np.arange(num_drafts + 1), np.ones(num_drafts, np.int32)
 
     def choose(
         self,
@@ -179,7 +180,7 @@ class DraftLengths:
         self.follows = self.proposes or num_rests <= RESTS_THAT_FOLLOW
 
     def _num_known(self, rows: np.ndarray) -> np.ndarray:  # i32[n]
-        return (self.proposed[rows] != NO_DRAFT).sum(1, dtype=np.int32)
+        return (self.proposed.take(rows, 0) != NO_DRAFT) @ self._ones  # sooner than `sum`, of rows that are short
 
     def _choose(self, rows: np.ndarray, explore: bool, queued: bool) -> np.ndarray:
         n, rates = len(rows), self.rates[rows]
@@ -228,34 +229,45 @@ class DraftLengths:
         schedule: Schedule,
         tokens: np.ndarray,  # i32[n] or i32[n, 1 + k]: sampled by each entry
         counts: np.ndarray | None,  # i32[n]: how many of them are output; None: one each
-        drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row; None: the head makes none
+        drafts: np.ndarray | None,  # i32[r, K]: proposed after each logits row; None: the head makes none, or the host does
+        undisturbed: bool = False,
     ) -> DraftOutcomes | None:
         """Learns from a step, in the order of the steps and before the scheduler's `update`. Nothing is learnt of requests that
-        have finished, nor of those with a forced token in flight: their drafts were cut, not refused. None: there were none."""
+        have finished, nor of those with a forced token in flight: their drafts were cut, not refused. None: there were none.
+        undisturbed: it is known that there are no such requests; otherwise each is asked."""
         d, rows, samples = schedule.num_decodes, schedule.rows, schedule.samples
         self._meet_new_owners(schedule)
-        if drafts is None and (self.proposed[rows, 0] == NO_DRAFT).all():
+        before = self.proposed.take(rows[:d], 0)
+        firsts = before[:, 0]
+        if drafts is None and not self.on_host and (self.proposed[rows, 0] == NO_DRAFT).all():
             return None  # a rest goes on: nothing was said that could be right
         counts = samples.astype(np.int32) if counts is None else counts
-        decoding, planned, accepted = rows[:d], schedule.q_lens[:d] - 1, counts[:d] - 1
-        first_tokens = tokens[:d] if tokens.ndim == 1 else tokens[:d, 0]
-        right = np.where(planned > 0, accepted, self.proposed[decoding, 0] == first_tokens)
-        counted = _counted(schedule.requests[:d])
-        rates = 1 - (1 - self.rates[decoding]) * (1 - MEMORY) ** right
-        rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
-        tried = counted & (self.proposed[decoding, 0] != NO_DRAFT) if self.on_host or self._by_model else counted
-        self.rates[decoding] = np.where(tried, rates, self.rates[decoding])
-        if d:
-            self._of_new += MEMORY_OF_NEW * (float(self.rates[decoding].mean()) - self._of_new)
+        counted = np.ones(d, bool) if undisturbed else _counted(schedule.requests[:d])
+        planned, accepted = schedule.q_lens[:d] - 1, counts[:d] - 1
+        right = np.where(planned > 0, accepted, firsts == (tokens[:d] if tokens.ndim == 1 else tokens[:d, 0]))
+        tried = counted & (firsts != NO_DRAFT) if self.on_host or self._by_model else counted
+        self._learn_rates(rows[:d], right, planned, tried)
         outcomes = None
         if schedule.num_drafts:
-            tried = (self.proposed[decoding] != NO_DRAFT) & (np.arange(self.num_drafts) < planned[:, None])
-            live = tried.sum(1) * counted
-            (entries,) = live.nonzero()
+            live = planned  # the host knows that all are tokens
+            if not self.on_host:
+                live = ((before != NO_DRAFT) & (np.arange(self.num_drafts) < planned[:, None])).sum(1)
+            (entries,) = (live * counted).nonzero()
             outcomes = DraftOutcomes(entries, live[entries], accepted[entries]) if len(entries) else None
-        new_drafts = NO_DRAFT if drafts is None else drafts[schedule.logits_rows.firsts + counts[samples] - 1]
-        self.proposed[rows[samples]] = new_drafts
+        if not self.on_host:
+            new_drafts = NO_DRAFT if drafts is None else drafts[schedule.logits_rows.firsts + counts[samples] - 1]
+            self.proposed[rows[samples]] = new_drafts
         return outcomes
+
+    def _learn_rates(self, rows: np.ndarray, right: np.ndarray, planned: np.ndarray, tried: np.ndarray) -> None:
+        """Of rows that decode: how many of their drafts were right one after the other, of so many that were verified."""
+        if not len(rows):
+            return
+        before = self.rates[rows]
+        rates = 1 - (1 - before) * self._keeps[right]
+        rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
+        self.rates[rows] = rates = np.where(tried, rates, before)
+        self._of_new += MEMORY_OF_NEW * (float(rates.sum()) / len(rates) - self._of_new)
 
     def _meet_new_owners(self, schedule: Schedule) -> None:
         rows = schedule.rows

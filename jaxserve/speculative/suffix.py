@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -24,7 +23,8 @@ from jaxserve.scheduling.schedule import Schedule
 from jaxserve.scheduling.sequence_rows import SequenceRows
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT, Seen, WithoutWeights
-from jaxserve.speculative.text_index import MAX_OCCURRENCES, TextIndex
+from jaxserve.speculative.text_index import MAX_OCCURRENCES, SHIFT, TextIndex
+from kernels.cpu import suffix_search
 
 OUTPUT_TOKENS = 1 << 23  # of earlier requests, that are kept at most: 200 MB
 
@@ -129,7 +129,7 @@ class Outputs:
         self.max_num: int = max_num
         self.kept: OrderedDict[int, _Output] = OrderedDict()  # by number; the least recently used first
         self._numbers = np.zeros(end - begin, np.int64)  # of the output at each place
-        self._group_at = np.zeros(end - begin, np.int32)
+        self.group_at: np.ndarray = np.zeros(end - begin, np.int32)  # the group of the output at each
         self._groups: dict[str | None, int] = {}
         self._users: Counter[str | None] = Counter()  # outputs and running requests of each salt
         self._salts: dict[int, str | None] = {}
@@ -166,7 +166,7 @@ class Outputs:
         group = self.hold(salt)
         self.kept[self._num_outputs] = _Output(begin, end, group)
         self._numbers[begin - self.begin : end - self.begin] = self._num_outputs
-        self._group_at[begin - self.begin : end - self.begin] = group
+        self.group_at[begin - self.begin : end - self.begin] = group
         self.index.tokens[end - 1] = 0
         self.index.write(begin, ids, group)
         self._next_place = end
@@ -177,7 +177,7 @@ class Outputs:
     def of_group(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Whether outputs of a group stand at places. What has been forgotten has its group there still, but no tokens."""
         at = places - self.begin
-        return (self._group_at.take(at, mode="clip") == groups) & (at >= 0)
+        return (self.group_at.take(at, mode="clip") == groups) & (at >= 0)
 
     def use(self, places: np.ndarray) -> None:
         """Those at these places were drafted from."""
@@ -195,6 +195,8 @@ class SuffixDrafts:
     """What the host drafts for each row, and what it keeps for that.
 
     Memory: 4 bytes for each token of a running request, 16 for one of an output that is kept, and 128 MiB of places.
+
+    The search is that of the library for CPUs where there is one, otherwise numpy's, which finds the same.
     """
 
     def __init__(self, config: SpeculativeConfig, max_num_seqs: int, max_model_len: int):
@@ -219,6 +221,13 @@ class SuffixDrafts:
         self._groups = np.zeros(2 * max_num_seqs, np.int64)
         self._places = np.zeros((2 * max_num_seqs, MAX_OCCURRENCES), np.int64)
         self._lengths = np.zeros(2 * max_num_seqs, np.int64)  # 0: there is none
+        self._search = suffix_search.make(self._texts())
+
+    def _texts(self) -> suffix_search.Texts:
+        index, outputs = self.index, self.outputs
+        arrays = self._begins, self._lens, self._groups, self._places, self._lengths, outputs.group_at
+        numbers = outputs.begin, outputs.end - outputs.begin, len(self._lens), int(SHIFT)
+        return suffix_search.Texts(index.tokens, index.places, *arrays, *numbers, *self.limits)
 
     def propose(
         self,
@@ -233,15 +242,31 @@ class SuffixDrafts:
         rows, owners = schedule.rows, schedule.generations
         here = schedule.samples & (state.generation[rows] == owners)
         (entries,) = here.nonzero()
-        for i in (schedule.samples & ~here).nonzero()[0].tolist():
-            self._end(schedule.requests[i], int(rows[i]), int(owners[i]))
-        if not len(entries):
+        if len(entries) < len(rows):
+            for i in (schedule.samples & ~here).nonzero()[0].tolist():
+                self._end(schedule.requests[i], int(rows[i]), int(owners[i]))
+            rows, owners = rows[entries], owners[entries]
+        if not len(rows):
             return
-        rows, owners = rows[entries], owners[entries]
         for i in (self._owners[rows] != owners).nonzero()[0].tolist():
             self._meet(schedule.requests[entries[i]], int(rows[i]), int(owners[i]))
-        counts = np.ones(len(rows), np.int64) if counts is None else counts[entries]
-        proposed[rows] = self._drafts(rows, *self._extend(rows, state, sampled[entries], counts))
+        new = state.num_known[rows] - self._lens[rows]
+        if (new != (1 if counts is None else counts[entries])).any():  # tokens that were forced are among them
+            entries, sampled = np.arange(len(rows)), self._known_tokens(rows, state, new)
+        sampled = sampled.reshape(len(sampled), -1)
+        if self._search is not None:
+            used = self._search(rows, entries, sampled, new, bool(self.outputs.kept), proposed)
+            if len(used):
+                self.outputs.use(used)
+        else:
+            proposed[rows] = self._drafts(rows, *self._extend(rows, sampled[entries], new))
+
+    def _known_tokens(self, rows: np.ndarray, state: SequenceRows, new: np.ndarray) -> np.ndarray:  # i32[n, max(new)]
+        """The last `new` tokens of each row's owner."""
+        ids = np.zeros((len(rows), new.max(initial=0)), np.int32)
+        for of_row, row, n in zip(ids, rows.tolist(), new.tolist(), strict=True):
+            of_row[:n] = state.request_at(row).token_ids[-n:] if n else []
+        return ids
 
     def _end(self, request: Request, row: int, owner: int) -> None:
         """A request that finished, or lost its row."""
@@ -268,20 +293,17 @@ class SuffixDrafts:
         self.index.write(int(self._begins[row]), request.token_ids[:-1], -self._num_owners)
 
     def _extend(
-        self, rows: np.ndarray, state: SequenceRows, sampled: np.ndarray, counts: np.ndarray
+        self,
+        rows: np.ndarray,
+        ids: np.ndarray,  # i32[n, w]
+        new: np.ndarray,  # how many of them are the row's
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Indexes what the rows' owners have beyond what is. (i64[n]: where each ended before, i64[n]: tokens that came,
+        """Indexes the tokens that came. (i64[n]: where each text ended before, i64[n]: tokens that came,
         i32[n, MAX_OCCURRENCES]: where its last pair occurred before, as TextIndex.recent; anything where none came)"""
-        old, groups = self._lens[rows], self._groups[rows]
-        new, begins = state.num_known[rows] - old, self._begins[rows] + old
-        if (new == counts).all():
-            ids = sampled if sampled.ndim == 1 else sampled[np.arange(sampled.shape[1]) < counts[:, None]]
-        else:  # tokens that were forced are among them
-            texts = [state.request_at(row).token_ids[n:] for row, n in zip(rows.tolist(), old.tolist(), strict=True)]
-            ids = np.fromiter(chain.from_iterable(texts), np.int32, int(new.sum()))
+        new = new.astype(np.int64)
+        old, groups, ids = self._lens[rows], self._groups[rows], ids[np.arange(ids.shape[1]) < new[:, None]]
+        begins = self._begins[rows] + old
         self._lens[rows] = old + new
-        if len(ids) == len(rows) and new.all():
-            return begins, new, self.index.append(begins, ids, groups)
         ends = np.cumsum(new)
         places = np.arange(len(ids)) + np.repeat(begins - ends + new, new)
         recent = self.index.append(places, ids, np.repeat(groups, new))

@@ -15,7 +15,7 @@ MAX_OCCURRENCES = 8  # of a pair of tokens, that are looked at: the most recent
 _COMPARED = 8  # tokens that are compared at once
 NUM_CHAINS = 1 << 22  # pairs whose hashes are alike share one
 _FACTOR, _OF_GROUP = np.uint64(0x9E3779B97F4A7C15), np.int64(0x165667B19E3779F9)  # odd: Fibonacci hashing, a prime of xxHash's
-_SHIFT = np.uint64(42)  # of a hash, to a chain
+SHIFT = np.uint64(42)  # of a hash, to a chain
 _PLACES = np.arange(MAX_OCCURRENCES)
 
 
@@ -35,7 +35,7 @@ class TextIndex:
     def __init__(self, size: int):
         self.tokens: np.ndarray = np.zeros(size, np.int32)  # ids + 1; 0 where nothing is
         self._pairs = np.ndarray(size - 1, np.int64, self.tokens.data, strides=(4,))  # the same: two tokens from each place on
-        self._chains = np.zeros((NUM_CHAINS, MAX_OCCURRENCES), np.int32)  # places of second tokens, the last ones first
+        self.places: np.ndarray = np.zeros((NUM_CHAINS, MAX_OCCURRENCES), np.int32)  # of each chain, the last ones first
 
     def write(self, begin: int, ids: Sequence[int] | np.ndarray, group: int) -> None:
         """A text of its own, where nothing stands yet."""
@@ -58,16 +58,16 @@ class TextIndex:
     def recent(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:  # i32[n, MAX_OCCURRENCES]
         """Where second tokens of the pairs that end at these places stood in a group, the last ones first; 0: nowhere. Others of
         like hashes are among them."""
-        return self._chains.take(self.chains(places, groups), axis=0)
+        return self.places.take(self.chains(places, groups), axis=0)
 
     def chains(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Of the pairs that end at these places, in a group."""
         mixed = self._pairs[places - 1] ^ (groups * _OF_GROUP)
-        return ((mixed.view(np.uint64) * _FACTOR) >> _SHIFT).view(np.int64)
+        return ((mixed.view(np.uint64) * _FACTOR) >> SHIFT).view(np.int64)
 
     def _link(self, places: np.ndarray, chains: np.ndarray) -> np.ndarray:
         """What stood in the chain of each place before it."""
-        before = self._chains.take(chains, axis=0)
+        before = self.places.take(chains, axis=0)
         ordered = np.sort(chains)
         if not (ordered[1:] == ordered[:-1]).any():
             self._put(chains, places, before)
@@ -88,7 +88,7 @@ class TextIndex:
     def _put(self, chains: np.ndarray, places: np.ndarray, before: np.ndarray) -> None:
         lists = np.empty_like(before)
         lists[:, 0], lists[:, 1:] = places, before[:, :-1]
-        self._chains[chains] = lists
+        self.places[chains] = lists
 
     def search(self, recent: np.ndarray, within: np.ndarray, ends: np.ndarray, depth: int) -> Found:
         """Of the places in `recent`, i32[n, MAX_OCCURRENCES], those before which most tokens agree with a text's last ones, two at

@@ -40,7 +40,7 @@ def load() -> Any:
         else:
             logger.info("no kernels for CPUs: %s; XLA computes. `python %s` needs %s", fault, build.__file__, lacking)
         return None
-    library = ctypes.CDLL(str(PATH))
+    library = find()
     if library.jaxserve_cpu_level() == 0:
         logger.info("no kernels for CPUs: they need AVX2 and FMA, which this one lacks; XLA computes")
         return None
@@ -49,6 +49,12 @@ def load() -> Any:
         jax.ffi.register_ffi_target(f"jaxserve_cpu_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     library.jaxserve_cpu_set_num_threads(available_threads())
     return library
+
+
+@functools.cache
+def find() -> Any:
+    """The library, nothing of it registered, for what needs neither JAX nor AVX2. None where there is none; nothing is said."""
+    return None if _fault() is not None else ctypes.CDLL(str(PATH))
 
 
 def levels() -> tuple[str, ...]:

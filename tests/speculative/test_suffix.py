@@ -15,8 +15,22 @@ from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.speculative.suffix import Limits, SuffixDrafts
 from jaxserve.speculative.text_index import MAX_OCCURRENCES, TextIndex
+from kernels.cpu import library, suffix_search
 
 SEQS, LENGTH = 4, 120
+
+
+def use_numpy(monkeypatch) -> None:
+    monkeypatch.setattr(suffix_search, "make", lambda texts: None)
+
+
+@pytest.fixture(autouse=True, params=["C++", "numpy"])
+def searched_by(request, monkeypatch) -> str:
+    if request.param == "numpy":
+        use_numpy(monkeypatch)
+    elif library.find() is None:
+        pytest.skip("needs the library of kernels for CPUs (a C++ compiler; kernels/cpu/build.py)")
+    return request.param
 
 
 class Host:
@@ -185,7 +199,8 @@ def test_outputs_of_earlier_requests_are_drafted_from_by_salt():
 
 
 def test_pairs_whose_hashes_are_alike_are_told_apart(monkeypatch):
-    """All of them in one chain: other pairs, another salt's outputs and another request's tokens."""
+    """All of them in one chain: other pairs, another salt's outputs and another request's tokens. (Of C++ random texts say it.)"""
+    use_numpy(monkeypatch)
     monkeypatch.setattr(TextIndex, "chains", lambda self, places, groups: np.zeros(len(places), np.intp))
     drafts = make()
     end(drafts, request("a", [1, 10, 11, 12, 13, 14], 1))

@@ -1,0 +1,96 @@
+"""Suffix decoding's search in C++: what jaxserve.speculative.suffix does in numpy, on the same arrays, with the same drafts.
+
+Owns how the arrays are passed. It needs the library alone, and no vector instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.cpu import library
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class Texts(NamedTuple):
+    """What is searched, as SuffixTexts of suffix_search.h says. The arrays are contiguous and stay where they are."""
+
+    tokens: np.ndarray  # i32
+    chains: np.ndarray  # i32[2^(64 - shift), 8]
+    begins: np.ndarray  # i64[S]
+    lens: np.ndarray  # i64[S]
+    groups: np.ndarray  # i64[2S]
+    places: np.ndarray  # i64[2S, 8]
+    lengths: np.ndarray  # i64[2S]
+    group_at: np.ndarray  # i32
+    outputs_begin: int
+    num_outputs: int
+    num_rows: int  # S
+    shift: int
+    most: int
+    depth: int
+    factor: float
+    min_prob: float
+
+
+class _Texts(ctypes.Structure):
+    _fields_ = [(name, _POINTER if i < 8 else _INT if i < 14 else _FLOAT) for i, name in enumerate(Texts._fields)]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("rows", "entries", "sampled", "counts")),
+        *((name, _INT) for name in ("n", "width")),
+        ("with_outputs", ctypes.c_bool),
+        *((name, _POINTER) for name in ("proposed", "used")),
+    ]
+
+
+# (rows i64[n], entries i64[n], sampled i32[m, width], counts i64[n], with_outputs, proposed i32[S, most]) -> i64[<= n]: where the
+# outputs stand that were drafted from.
+Propose = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool, np.ndarray], np.ndarray]
+
+
+def make(texts: Texts) -> Propose | None:
+    """What indexes the tokens of a step and writes the drafts after them; None where there is no library for it."""
+    found = library.find()
+    if found is None:
+        return None
+    assert all(x.flags.c_contiguous for x in texts if isinstance(x, np.ndarray)) and texts.places.shape[1] == 8
+    fields = [x.ctypes.data if isinstance(x, np.ndarray) else x for x in texts]
+    call: Any = found.jaxserve_suffix_propose
+    call.restype, call.argtypes = _INT, (_POINTER, _POINTER)
+    return _Call(call, texts, _Texts(*fields))
+
+
+class _Call:
+    """`make`'s. Keeps the arrays alive."""
+
+    def __init__(self, call: Any, texts: Texts, packed: _Texts):
+        self._call, self._texts, self._packed = call, texts, packed
+        self._rows, self._entries, self._counts, self._used = arrays = np.zeros((4, texts.num_rows), np.int64)
+        rows, entries, counts, used = (x.ctypes.data for x in arrays)
+        self._proposed: np.ndarray | None = None
+        self._step = _Step(rows=rows, entries=entries, counts=counts, used=used)
+
+    def __call__(
+        self,
+        rows: np.ndarray,
+        entries: np.ndarray,
+        sampled: np.ndarray,
+        counts: np.ndarray,
+        with_outputs: bool,
+        proposed: np.ndarray,
+    ) -> np.ndarray:
+        step, n, sampled = self._step, len(rows), np.ascontiguousarray(sampled, np.int32)
+        if proposed is not self._proposed:  # an address takes 3 us to ask for: as long as 256 rows take to copy
+            assert proposed.dtype == np.int32 and proposed.shape == (self._texts.num_rows, self._texts.most)
+            assert proposed.flags.c_contiguous
+            self._proposed, step.proposed = proposed, proposed.ctypes.data
+        self._rows[:n], self._entries[:n], self._counts[:n] = rows, entries, counts
+        step.sampled, step.width, step.n, step.with_outputs = sampled.ctypes.data, sampled.shape[1], n, with_outputs
+        return self._used[: self._call(ctypes.byref(self._packed), ctypes.byref(step))]
