@@ -83,7 +83,7 @@ ON_THE_HOST = {
     "sampling_parameters_of_the_former_owner": Fault(
         BatchPacker, "newcomers", "self._generations[schedule.rows] != schedule.generations", "self._generations[schedule.rows] < 0"
     ),
-    "sampling_parameters_by_place": Fault(BatchPacker, "pack", "= self.sampling[rows]", "= self.sampling[:r]"),
+    "sampling_parameters_by_place": Fault(BatchPacker, "pack", "self.sampling.take(rows,", "self.sampling.take(range(r),"),
     "edits_of_the_former_owner": Fault(
         BatchPacker, "newcomers", "or kinds_of(request.params):", "or kinds_of(request.params) and not schedule.generations[i]:"
     ),
