@@ -75,10 +75,10 @@ class EngineStats:
     def add_drafts(self, schedule: Schedule, outcomes: DraftOutcomes, result: StepResult) -> None:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
         stop is none of it and does not count as accepted."""
-        requests, accepted = [schedule.requests[i] for i in outcomes.entries.tolist()], outcomes.num_accepted.tolist()
-        ended = [i for i, request in enumerate(requests) if request.finished] if result.finished else []
+        requests, accepted = [schedule.requests[i] for i in outcomes.entries.tolist()], outcomes.num_accepted
+        ended = [i for i, request in enumerate(requests) if request.finished]
         if ended:
-            num_delivered = Counter(map(id, result.requests))
+            accepted, num_delivered = accepted.copy(), Counter(map(id, result.requests))
             for i in ended:
                 accepted[i] = min(accepted[i], num_delivered[id(requests[i])])
         per_pos = self.num_accepted_tokens_per_pos
@@ -88,8 +88,8 @@ class EngineStats:
             per_pos[i] += n
         self.num_drafts += len(requests)
         self.num_draft_tokens += int(outcomes.num_drafts.sum())
-        self.num_accepted_tokens += sum(accepted)
-        for request, num_drafts, num_accepted in zip(requests, outcomes.num_drafts.tolist(), accepted, strict=True):
+        self.num_accepted_tokens += int(accepted.sum())
+        for request, num_drafts, num_accepted in zip(requests, outcomes.num_drafts.tolist(), accepted.tolist()):  # noqa: B905
             metrics = request.metrics
             if metrics is not None:
                 metrics.num_drafts += 1
