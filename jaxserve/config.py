@@ -258,9 +258,14 @@ class EngineConfig:
             group=_LIMITS,
             help="Where full KV pages are kept beyond the pool: 'host:4GiB' in memory, 'disk:FOLDER:100GiB' in files, "
             "'nixl:HOST:PORT+HOST:PORT:4GiB', or 'mooncake:' likewise, in memory that engines at the further addresses read; or "
-            "several with commas. "
-            "Prompts that begin alike load them instead of being computed.",
+            "several with commas. Prompts that begin alike load them instead of being computed.",
             unset="nowhere",
+        ),
+    )
+    kv_store_write_policy: str = _option(
+        "auto",
+        Option(
+            group=_LIMITS, choices=("auto", "write_through"), help="Give kv_store all pages, or (auto) fewer while none is hit."
         ),
     )
     enable_chunked_prefill: bool | None = _option(

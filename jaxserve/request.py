@@ -102,6 +102,7 @@ class Request:
     hash_chain: list[bytes] = field(default_factory=list, repr=False)  # the root's hash, then one a full page, as far as hashed
     num_cached_tokens: int = -1  # prefix-cache hit at the first admission; -1 before it
     kv_sought: bool = False  # whether, since it last ran, a store was asked for its pages
+    saves_kv: bool | None = None  # whether its full pages are saved to a store; None: nobody has decided
     num_preemptions: int = 0
     order: int = 0  # order of arrival at the scheduler
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | "repetition"

@@ -7,8 +7,11 @@ the other (no prompt was seen before, so that nothing hits); then all ask their 
 question. Reported are the time to the first token of second turns, and the time of the first turns from end to end, whose ratio is
 what the store costs where nothing hits; and the same ratio of the process's processor time, the store's thread included, which
 others on the machine disturb less. Then new prompts of half that length are asked all at once, four times as many as run
-together: what the store costs where steps are full, and pages are stored beside them. Ratios are medians of the rounds'. All
-programs are compiled before.
+together: what the store costs where steps are full, and pages are stored beside them.
+
+Then the engine with the store begins anew, and as many rounds follow in which nothing is ever hit: first turns and full batches
+alone, all of them new. Some come before that are not timed: until the share of requests that are saved has fallen as far as it
+does, at most SETTLING_ROUNDS of them. Ratios are medians of the rounds'. All programs are compiled before.
 """
 
 from __future__ import annotations
@@ -33,7 +36,11 @@ _ANSWER = flags.DEFINE_integer("answer", 16, "Tokens of an answer.", lower_bound
 _BATCH_ANSWER = flags.DEFINE_integer("batch_answer", 64, "Tokens of an answer of those that are asked at once.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds; one more comes before.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
+SETTLING_ROUNDS = 20
 define_engine_flags(model="tiny-qwen3", warm_up="all", kv_store="host:1GiB", max_num_seqs=4)
+
+
+Seconds = dict[str, list[float]]  # of each round, without the store ("off") and with it ("on")
 
 
 def ask(engine: Any, name: str, prompt: list[int]) -> tuple[float, list[int]]:
@@ -82,6 +89,38 @@ def full_batch(engine: Any, prompts: list[list[int]]) -> tuple[float, dict[str, 
     return elapsed, answers
 
 
+def unhit_round(engine: Any, prompts: list[list[int]], others: list[list[int]]) -> tuple[tuple[float, float], Any]:
+    """(seconds of first turns and of a full batch, and of processor time until their pages are stored; all answers)."""
+    start, busy = time.perf_counter(), time.process_time()
+    answers = [ask(engine, str(i), prompt)[1] for i, prompt in enumerate(prompts)]
+    elapsed = time.perf_counter() - start
+    batch_elapsed, at_once = full_batch(engine, others)
+    return (elapsed + batch_elapsed, time.process_time() - busy), (answers, at_once)
+
+
+def never_hit(engines: dict[str, Any], rng: np.random.Generator) -> tuple[Seconds, Seconds, int]:
+    """(seconds of each round, of processor time, rounds before them) in which nothing is hit."""
+    elapsed: Seconds = {"off": [], "on": []}
+    busy: Seconds = {"off": [], "on": []}
+    config = engines["on"].config
+    num_before, share = 0, 1.0
+    while len(elapsed["on"]) < _ROUNDS.value:
+        before, share = share, engines["on"].stats.kv_store.save_share
+        is_timed = bool(elapsed["on"]) or before <= share < 1 or num_before == SETTLING_ROUNDS
+        num_before += not is_timed
+        prompts = rng.integers(1, config.model.vocab_size, (_CONVERSATIONS.value, _TURN.value)).tolist()
+        others = rng.integers(1, config.model.vocab_size, (4 * config.scheduler.max_num_seqs, max(1, _TURN.value // 2))).tolist()
+        answers = {}
+        for name in ("off", "on") if len(elapsed["on"]) % 2 else ("on", "off"):
+            (seconds, processor), answers[name] = unhit_round(engines[name], prompts, others)
+            if is_timed:
+                elapsed[name].append(seconds)
+                busy[name].append(processor)
+        assert answers["on"] == answers["off"], "the store has changed an answer"
+    assert engines["on"].stats.kv_store.num_hit_tokens == 0
+    return elapsed, busy, num_before
+
+
 def wait_until_stored(engine: Any) -> None:
     """Until the store has written what it was given, if there is one."""
     stored = engine.stored_pages
@@ -94,18 +133,21 @@ def main() -> None:
     from jaxserve import Engine
     from jaxserve.llm import engine_config
 
+    model: Any
+    options: dict[str, Any]
+
+    def engine(store: str | None) -> Engine:
+        return Engine(model, engine_config(options | {"kv_store": store}), eos_token_ids=())
+
     with refuse_bad_input():
-        options: dict[str, Any] = engine_options()
+        options = engine_options()
         page_size = options["page_size"] or 64
         longest = max(_TURN.value + 2 * _ANSWER.value + _QUESTION.value, _TURN.value // 2 + _BATCH_ANSWER.value)
         pages = -(-longest // page_size)
         options = {**options, "max_model_len": options["max_model_len"] or longest}
         options["num_pages"] = options["num_pages"] or pages * max(1, _CONVERSATIONS.value // 2)
         model = bench_model(flags.FLAGS.model, options["dtype"])
-        engines = {
-            name: Engine(model, engine_config(options | {"kv_store": store}), eos_token_ids=())
-            for name, store in (("off", None), ("on", options["kv_store"]))
-        }
+        engines = {"off": engine(None), "on": engine(options["kv_store"])}
     print(engines["on"].describe(), file=sys.stderr)
     rng = np.random.default_rng(0)
     first: dict[str, list[float]] = {"off": [], "on": []}
@@ -128,10 +170,10 @@ def main() -> None:
                 ttft[name].append(seconds)
                 batch[name].append(batch_elapsed)
         assert answers["on"] == answers["off"], "the store has changed an answer"
-    report(first, busy, ttft, batch, engines["on"].stats.kv_store)
-
-
-Seconds = dict[str, list[float]]  # of each round, without the store ("off") and with it ("on")
+    stats = engines["on"].stats.kv_store
+    engines["on"].close()
+    engines["on"] = engine(options["kv_store"])
+    report(first, busy, ttft, batch, stats, never_hit(engines, rng), engines["on"].stats.kv_store)
 
 
 def ratio_of(seconds: Seconds) -> float:
@@ -139,17 +181,29 @@ def ratio_of(seconds: Seconds) -> float:
     return statistics.median(on / off for off, on in zip(seconds["off"], seconds["on"], strict=True))
 
 
-def report(first: Seconds, busy: Seconds, ttft: dict[str, list[list[float]]], batch: Seconds, stats: Any) -> None:
-    """Prints one line, and writes the JSON."""
+def report(
+    first: Seconds,
+    busy: Seconds,
+    ttft: dict[str, list[list[float]]],
+    batch: Seconds,
+    stats: Any,
+    unhit: tuple[Seconds, Seconds, int],
+    unhit_stats: Any,
+) -> None:
+    """Prints one line, and writes the JSON. unhit, unhit_stats: of rounds in which nothing is ever hit."""
     medians = {name: [statistics.median(seconds) for seconds in ttft[name]] for name in ttft}
     faster = statistics.median(off / on for off, on in zip(medians["off"], medians["on"], strict=True))
     slower, busier, batch_slower = ratio_of(first), ratio_of(busy), ratio_of(batch)
+    unhit_seconds, unhit_busy, num_before = unhit
+    unhit_slower, unhit_busier = ratio_of(unhit_seconds), ratio_of(unhit_busy)
     off, on = (1e3 * statistics.median(medians[name]) for name in ("off", "on"))
     print(
         f"{flags.FLAGS.model}, {flags.FLAGS.kv_store}: median time to the first token of second turns {off:.1f} ms without the "
         f"store, {on:.1f} ms with it ({faster:.2f} times as fast); first turns, which hit nothing, take {slower:.3f} times as long "
         f"with it, and {busier:.3f} times the processor time; full batches take {batch_slower:.3f} times as long; "
-        f"{stats.num_hit_tokens} of {stats.num_queried_tokens} tokens hit"
+        f"{stats.num_hit_tokens} of {stats.num_queried_tokens} tokens hit. Where nothing is ever hit, rounds take "
+        f"{unhit_slower:.3f} times as long, and {unhit_busier:.3f} times the processor time, behind {num_before} others; "
+        f"{100 * unhit_stats.save_share:.0f}% of the requests are saved in the end"
     )
     write_json(
         _JSON.value,
@@ -171,6 +225,16 @@ def report(first: Seconds, busy: Seconds, ttft: dict[str, list[list[float]]], ba
             "batch_ratio": batch_slower,
             "num_hit_tokens": stats.num_hit_tokens,
             "num_queried_tokens": stats.num_queried_tokens,
+            "save_seconds": stats.save_seconds,
+            "save_share": stats.save_share,
+            "seconds_unhit": unhit_seconds,
+            "processor_seconds_unhit": unhit_busy,
+            "unhit_ratio": unhit_slower,
+            "unhit_processor_ratio": unhit_busier,
+            "unhit_rounds_before": num_before,
+            "unhit_save_seconds": unhit_stats.save_seconds,
+            "unhit_save_share": unhit_stats.save_share,
+            "unhit_skipped_tokens": unhit_stats.num_skipped_tokens,
             "tiers": [vars(tier) for tier in stats.tiers],
             **provenance(),
         },

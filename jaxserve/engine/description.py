@@ -26,7 +26,8 @@ class EngineDescription:
     qualification: what the card's check of our kernels found, in a line. verdicts: the same as data, None where there was no check.
     page_size: tokens of a KV page. num_pages: of the pool, or of each group's. kv_tokens: that all of them hold. kv_bytes: of a
     device's pages; of a pipeline, in the stage with the least room for them. num_speculative_tokens: drafts of a step, 0 without
-    speculation. bucket_plan: its shapes, in a line. num_programs: that it has.
+    speculation. kv_store: the option; None: there is none. kv_save_share: of the requests, whose pages it is given now.
+    bucket_plan: its shapes, in a line. num_programs: that it has.
     """
 
     model: str
@@ -54,6 +55,8 @@ class EngineDescription:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_speculative_tokens: int
+    kv_store: str | None
+    kv_save_share: float | None
     bucket_plan: str
     num_programs: int
 
@@ -68,18 +71,20 @@ class EngineDescription:
         isa = "" if self.instruction_set is None else f"instruction set: {self.instruction_set}; "
         devices = "" if self.tensor_parallel_size == 1 else f"devices: {self.tensor_parallel_size}; "
         devices += "" if self.attention_groups == 1 else f"attention groups: {self.attention_groups}; "
+        share = "" if self.kv_save_share is None else f", given the pages of {100 * self.kv_save_share:.0f}% of the requests"
+        store = "" if self.kv_store is None else f"KV store: {self.kv_store}{share}; "
         stages = "" if self.pipeline_parallel_size == 1 else f"stages: {self.pipeline_parallel_size}; "
         return (
             f"{stages}{devices}attention: {self.attention_backend}; {rotary}{matmul}{moe}{isa}deterministic: {self.deterministic}; "
-            f"KV pool: {self.num_pages} pages of {self.page_size} tokens ({self.kv_bytes / 2**20:.0f} MiB); "
+            f"KV pool: {self.num_pages} pages of {self.page_size} tokens ({self.kv_bytes / 2**20:.0f} MiB); {store}"
             f"steps of up to {self.max_num_batched_tokens} tokens and {self.max_num_seqs} sequences, "
             f"requests of up to {self.max_model_len} tokens; buckets: {self.bucket_plan}; "
             f"qualification: {self.qualification}"
         )
 
 
-def describe(programs: AnyPrograms, kernels: KernelChoice) -> EngineDescription:
-    """The description of an engine that runs these programs."""
+def describe(programs: AnyPrograms, kernels: KernelChoice, kv_save_share: float | None = None) -> EngineDescription:
+    """The description of an engine that runs these programs. kv_save_share: as the description's; None without a store."""
     config, functions = programs.config, programs.functions
     device, qualification = jax.local_devices()[0], kernels.qualification
     model = config.model
@@ -110,6 +115,8 @@ def describe(programs: AnyPrograms, kernels: KernelChoice) -> EngineDescription:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         num_speculative_tokens=0 if config.speculative is None else config.speculative.num_speculative_tokens,
+        kv_store=config.engine.kv_store,
+        kv_save_share=kv_save_share,
         bucket_plan=str(config.plan),
         num_programs=len(programs.keys),
     )

@@ -304,7 +304,8 @@ class Engine:
     @property
     def description(self) -> EngineDescription:
         """What was decided, as data."""
-        return describe(self.runner.programs, self.kernels)
+        share = None if self.stored_pages is None else self.stored_pages.save_pace.share
+        return describe(self.runner.programs, self.kernels, share)
 
     @property
     def qualification(self) -> str | None:

@@ -186,8 +186,7 @@ class StepPipeline:
         begun, now = max(step.dispatched_at, self._last_done), time.monotonic()
         self._last_done = now
         num_tokens = step.schedule.num_tokens
-        if num_tokens > 2 * step.schedule.num_decodes:
-            stored.pace.computed(num_tokens, now - begun)
+        stored.ran(num_tokens, now - begun, of_prompts=num_tokens > 2 * step.schedule.num_decodes)
 
     def _learn_drafts(
         self, step: StepInFlight, sampled: SampledRows | None, tokens: np.ndarray, counts: np.ndarray | None

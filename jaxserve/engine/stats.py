@@ -22,12 +22,18 @@ class KVStoreStats:
     """Counts of a store of KV since the engine was made. Tokens are those of whole pages.
 
     num_queried_tokens: looked up in the store, behind what the prefix cache had. num_hit_tokens: of these, loaded.
-    num_failed_loads: that brought fewer pages than were found, or came too late. tiers: nearest first.
+    num_failed_loads: that brought fewer pages than were found, or came too late. num_skipped_tokens: computed, and not saved, since
+    nothing that was saved is hit. save_share: of the requests, whose pages are saved now. save_seconds: that saving has cost where
+    steps run. hit_gain_seconds: that loads were faster than steps. tiers: nearest first.
     """
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_failed_loads: int = 0
+    num_skipped_tokens: int = 0
+    save_share: float = 1.0
+    save_seconds: float = 0.0
+    hit_gain_seconds: float = 0.0
     tiers: tuple[TierStats, ...] = ()
 
 

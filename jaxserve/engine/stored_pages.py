@@ -18,9 +18,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from jaxserve.engine.runner_setup import package_version
+from jaxserve.engine.save_pace import SavePace
 from jaxserve.engine.stats import EngineStats, KVStoreStats
 from jaxserve.engine.swap_pace import SwapPace
 from jaxserve.execution.leading_runner import AnyRunner
@@ -32,7 +34,7 @@ from jaxserve.kv_store.spec import parse_kv_store
 from jaxserve.kv_store.store import CLOSE_SECONDS, Job, KVStore, make_store
 from jaxserve.kv_store.tier import PageLayout
 from jaxserve.request import EngineOutput, Request, RequestStatus, StoredPrefix
-from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain
+from jaxserve.scheduling.page_pool import PagePool, extend_hash_chain, page_hash
 from jaxserve.scheduling.scheduler import Scheduler
 
 logger: logging.Logger = logging.getLogger("jaxserve")
@@ -73,11 +75,23 @@ class _Load:
 class StoredPages:
     """Loads and saves the pages of one engine. Only the engine's thread calls it.
 
-    load_seconds: after which a load is given up.
+    load_seconds: after which a load is given up. save_pace: which requests' pages are saved. shares_cores: whether steps run on the
+    cores on which the store's thread does, so that its time is a cost.
     """
 
-    def __init__(self, store: KVStore, layout: PageLayout, runner: AnyRunner, root_names: tuple[str, str], stats: KVStoreStats):
-        self.store = store
+    def __init__(
+        self,
+        store: KVStore,
+        layout: PageLayout,
+        runner: AnyRunner,
+        root_names: tuple[str, str],
+        stats: KVStoreStats,
+        save_pace: SavePace,
+        *,
+        shares_cores: bool = True,
+    ):
+        self.store, self.save_pace = store, save_pace
+        self._shares_cores = shares_cores
         self.load_seconds: float = LOAD_SECONDS
         self.keep_seconds: float = KEEP_SECONDS
         self._layout, self._runner, self._root_names = layout, runner, root_names
@@ -132,6 +146,8 @@ class StoredPages:
 
     def begin(self, request: Request, hits: list[int], max_pages: int, group: int) -> bool:
         """As `KVLoads.begin`."""
+        if request.saves_kv is None:
+            request.saves_kv = self._is_worth_saving(request, hits, max_pages, group)
         if request.kv_sought or len(hits) >= max_pages:
             return False
         pool, page_size, chain, num_hits = self._pools[group], self._page_size, request.hash_chain, len(hits)
@@ -167,6 +183,23 @@ class StoredPages:
         load.add(request)
         self._loads[job] = load
         self._loading.update(dict.fromkeys(hashes, load))
+        return True
+
+    def _is_worth_saving(self, request: Request, hits: list[int], max_pages: int, group: int) -> bool:
+        """Whether to save what the request computes; then those of `hits` are saved too that were not."""
+        pace, chain, num_hits = self.save_pace, request.hash_chain, len(hits)
+        if not request.keeps_prompt and (pace.has_skipped or pace.share < 1.0):
+            extend_hash_chain(chain, request.token_ids, self._page_size, num_hits)
+            start = num_hits * self._page_size
+            first = page_hash(chain[num_hits], request.token_ids[start : start + self._page_size])
+            num_missed = pace.missed(self._hashes_behind(request, num_hits, max_pages))
+            gained = num_missed * (self.pace.compute_seconds or 0.0)
+            pace.hit(gained)
+            if not num_missed and not pace.chooses(first) and not self.store.lookup([first]):
+                return False
+        if pace.has_skipped and num_hits:
+            unsaved = [entry for entry in zip(hits, chain[1:], strict=False) if not self.store.lookup([entry[1]])]
+            self._unsaved[group].extend(unsaved)
         return True
 
     def num_waiting(self, group: int) -> int:
@@ -206,7 +239,9 @@ class StoredPages:
             self._late.discard(job)
             if job in self._loads:
                 self._arrive(job, job.num_done)
-            self._saving.difference_update(self._saves.pop(job, ()))
+            if job.kind == "save":
+                self._saving.difference_update(self._saves.pop(job, ()))
+                self._count_cost(job.seconds if self._shares_cores else 0.0)
         if self._loads:
             now = time.monotonic()
             for job, load in list(self._loads.items()):
@@ -238,7 +273,11 @@ class StoredPages:
         assert pool.journal is not None
         pool.journal.clear()  # they are in the store
         if num_pages:
-            self.pace.loaded(num_pages, time.monotonic() - load.begun)
+            seconds = time.monotonic() - load.begun
+            self.pace.loaded(num_pages, seconds)
+            gained = max(num_pages * (self.pace.compute_seconds or 0.0) - seconds, 0.0)
+            self.save_pace.hit(gained)
+            self._stats.hit_gain_seconds += gained
         self._stats.num_hit_tokens += num_pages * pool.page_size
         self._stats.num_failed_loads += num_pages < len(load.hashes)
         self._end(job)
@@ -281,6 +320,8 @@ class StoredPages:
         Every step that was scheduled must have been dispatched. rest: pages that are fewer than a batch do not wait for more.
         """
         self._drain_journal()
+        if not (self.num_unsaved or self._used):
+            return
         least = 1 if rest or self._keeping else TRANSFER_PAGES
         while len(self._saves) < MAX_SAVES:
             ready = [group for group, unsaved in enumerate(self._unsaved) if len(unsaved) >= least]
@@ -293,6 +334,7 @@ class StoredPages:
             self.store.touch(self._used.popleft())
 
     def _save_batch(self, group: int, unsaved: deque[tuple[int, bytes]]) -> None:
+        begun = time.thread_time()
         batch: dict[bytes, int] = {}
         while unsaved and len(batch) < TRANSFER_PAGES:
             page, hash_ = unsaved.popleft()
@@ -302,6 +344,18 @@ class StoredPages:
             hashes = list(batch)
             self._saves[self.store.save(hashes, self._runner.take_pages(list(batch.values()), group))] = hashes
             self._saving.update(hashes)
+        self._count_cost(time.thread_time() - begun)
+
+    def _count_cost(self, seconds: float) -> None:
+        self.save_pace.saved(seconds)
+        self._stats.save_seconds += seconds
+
+    def ran(self, num_tokens: int, seconds: float, *, of_prompts: bool) -> None:
+        """A step of so many tokens has taken so long. of_prompts: most of them were prompts'."""
+        self.save_pace.ran(seconds)
+        self._stats.save_share = self.save_pace.share
+        if of_prompts:
+            self.pace.computed(num_tokens, seconds)
 
     def preempting(self, request: Request) -> None:
         """As `KVLoads.preempting`: what of its pages waits to be saved is saved at once, before they can be used for other tokens.
@@ -310,6 +364,11 @@ class StoredPages:
             return
         self._drain_journal()
         hashes = set(request.hash_chain[1:])
+        if request.saves_kv is False:  # until now
+            request.saves_kv = True
+            for pool, unsaved in zip(self._pools, self._unsaved, strict=True):
+                missing = (hash_ for hash_ in request.hash_chain[1:] if not self.store.lookup([hash_]))
+                unsaved.extend((page, hash_) for hash_ in missing for page in pool.find([hash_]))
         for group, unsaved in enumerate(self._unsaved):
             own = [entry for entry in unsaved if entry[1] in hashes]
             unsaved.extendleft(reversed(own))  # where they stand twice, they are saved once
@@ -319,7 +378,12 @@ class StoredPages:
 
     def end(self, request: Request) -> None:
         """The request has ended well: its pages are those that were used last."""
-        self._used.append(request.hash_chain[1:])
+        chain = request.hash_chain[1:]
+        if request.saves_kv is False:
+            skipped = chain[self.store.lookup(chain) :]
+            self.save_pace.skip(skipped)
+            self._stats.num_skipped_tokens += len(skipped) * self._page_size
+        self._used.append(chain)
         if not request.keeps_prompt:
             return
         extend_hash_chain(request.hash_chain, request.token_ids, self._page_size, self._num_prompt_pages(request))
@@ -368,8 +432,9 @@ class StoredPages:
     def _drain_journal(self) -> None:
         for pool, unsaved in zip(self._pools, self._unsaved, strict=True):
             assert pool.journal is not None
-            unsaved.extend(pool.journal)
-            pool.journal.clear()
+            if pool.journal:
+                unsaved.extend(pool.journal)
+                pool.journal.clear()
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """The pages of these hashes are wrong: they are dropped from the store, and loads of them are given up."""
@@ -414,4 +479,6 @@ def stored_pages(config: ResolvedConfig, runner: AnyRunner, weights_id: str | No
     names = f"{of_all} {shared}", f"{of_all} {private}"
     store = make_store(parse_kv_store(config.engine.kv_store), layout)
     stats.kv_store = KVStoreStats()
-    return StoredPages(store, layout, runner, names, stats.kv_store)
+    save_pace = SavePace(always=config.engine.kv_store_write_policy == "write_through")
+    on_cpu = jax.default_backend() == "cpu"
+    return StoredPages(store, layout, runner, names, stats.kv_store, save_pace, shares_cores=on_cpu)

@@ -33,7 +33,7 @@ def take(
 ) -> jax.Array:
     """[N, L, 2, K, page_size, H]: these pages of all layers."""
     with jax.named_scope("take_pages"):
-        kv = jnp.stack([pages[page_ids] for pages in kv_pages], LAYERS)
+        kv = jnp.stack([pages.at[page_ids].get(mode="promise_in_bounds") for pages in kv_pages], LAYERS)
         return kv if shard is None else shard.gather(kv, HEADS)
 
 

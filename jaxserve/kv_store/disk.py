@@ -56,7 +56,10 @@ class DiskTier:
         try:
             self._folder = Path(folder).expanduser()
             self._folder.mkdir(parents=True, exist_ok=True)
-            probe = self._unfinished()
+            # As text, of which a page's paths are made: a Path takes as long as a call of the system.
+            self._prefix = os.fspath(self._folder)
+            self._own_prefix = os.path.join(self._folder, f"{os.uname().nodename}-{os.getpid()}-{id(self):x}")
+            probe = Path(self._unfinished())
             probe.write_bytes(b"")
             probe.unlink()
             self._remove_unfinished()
@@ -99,14 +102,13 @@ class DiskTier:
     ) -> bool:
         """As `Tier.write`; deletes other files where the bound is passed."""
         path, unfinished = self._path(hash_), self._unfinished()
-        if path.exists():
+        if os.path.exists(path):
             self._known.add(hash_)
             return True
         blob = self._blob[:-1]
         pack_page(self._layout, hash_, page, blob)
         try:
-            with open(unfinished, "wb", buffering=0) as file:
-                _write(file, blob.data)
+            _write(unfinished, blob.data)
             _set_used(unfinished)
             _rename(unfinished, path)
         except OSError as error:
@@ -137,12 +139,12 @@ class DiskTier:
         with contextlib.suppress(OSError):
             self._known = {_hash_of(path) for path in self._paths()}
 
-    def _path(self, hash_: bytes) -> Path:
+    def _path(self, hash_: bytes) -> str:
         name = hash_.hex()
-        return self._folder / name[:2] / f"{name}{SUFFIX}"
+        return f"{self._prefix}/{name[:2]}/{name}{SUFFIX}"
 
-    def _unfinished(self) -> Path:
-        return self._folder / f"{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}{UNFINISHED}"
+    def _unfinished(self) -> str:
+        return f"{self._own_prefix}-{next(self._numbers)}{UNFINISHED}"
 
     def _paths(self) -> Iterator[str]:
         """Of every page."""
@@ -182,16 +184,18 @@ class DiskTier:
         for _, size, path in files[:-1]:
             if self.stats.bytes_held <= PRUNE_TO * self._max_bytes:
                 return
-            if self._delete(Path(path)):
+            if self._delete(path):
                 self._known.discard(_hash_of(path))
                 self.stats.bytes_held -= size
         if self.stats.bytes_held > self._max_bytes:
             self._fail("prune", f"pages of {self._folder} can't be deleted, so that it is over its bound")
 
-    def _delete(self, path: Path) -> bool:
+    def _delete(self, path: str) -> bool:
         """Whether it is gone."""
         try:
-            path.unlink(missing_ok=True)
+            os.unlink(path)
+        except FileNotFoundError:
+            return True
         except OSError:
             return False
         return True
@@ -213,21 +217,26 @@ def _read(file: FileIO, into: memoryview) -> int:
     return num_read
 
 
-def _write(file: FileIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
+def _write(path: str, data: memoryview) -> None:
+    """A file of its own; no object of Python's is made of it, which would take longer than to open it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        while data:
+            data = data[os.write(file, data) :]
+    finally:
+        os.close(file)
 
 
-def _rename(unfinished: Path, path: Path) -> None:
+def _rename(unfinished: str, path: str) -> None:
     """The folder is made where it is not there: asking each time costs as much as writing a page's bytes."""
     try:
         os.replace(unfinished, path)
     except FileNotFoundError:
-        path.parent.mkdir(exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         os.replace(unfinished, path)
 
 
-def _set_used(path: Path) -> None:
+def _set_used(path: str) -> None:
     """Now, by a clock that tells pages of one moment apart, which that of a file system may not."""
     now = time.time_ns()
     with contextlib.suppress(OSError):

@@ -40,6 +40,7 @@ class Job:
     num_done: pages of a load that have come, from the first on. What stands in the others is nothing.
     wanted: set to False by who asked and needs no more of a load, which then stops at the next page.
     told: another process has said that it keeps these pages, so that a load tries tiers that do not know of them.
+    seconds: of a processor, that a save has taken.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Job:
     num_done: int = 0
     wanted: bool = True
     told: bool = False
+    seconds: float = 0.0
 
 
 class KVStore(Protocol):
@@ -157,6 +159,8 @@ class TieredStore:
     def poll(self, timeout: float = 0.0) -> list[tuple[Job, bool]]:
         """As `KVStore.poll`."""
         ended = []
+        if not timeout and self._ended.empty():
+            return ended
         try:
             if timeout:
                 ended.append(self._ended.get(timeout=timeout))
@@ -252,11 +256,12 @@ class TieredStore:
         return None
 
     def _save(self, job: Job) -> bool:
+        begun = time.thread_time()
         pages = np.asarray(job.pages)  # waits for the device
         self._saving = len(job.hashes)
         last_first = reversed(list(enumerate(job.hashes)))  # as after a load
         kept = [self._write(hash_, pages[i], self._tiers) for i, hash_ in last_first if hash_ not in self._forgotten]
-        job.pages, self._saving = None, 0
+        job.pages, self._saving, job.seconds = None, 0, time.thread_time() - begun
         return all(kept)
 
     def _write(self, hash_: bytes, page: np.ndarray, tiers: Sequence[Tier]) -> bool:

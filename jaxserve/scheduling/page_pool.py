@@ -60,7 +60,7 @@ class PagePool:
         self.num_hit_tokens = 0
         # What hashes mean outside this process: the KV of the first weights, and of those that replaced them.
         self.root_names: tuple[str, str] = ("", "")
-        self.journal: list[tuple[int, bytes]] | None = None  # what `register` was given, for who saves pages; None: nobody does
+        self.journal: list[tuple[int, bytes]] | None = None  # what `register` was given to save; None: nobody saves pages
         self._leased: Counter[int] = Counter()
         self._ref_counts = array("i", [0]) * num_pages
         self._hashes: list[bytes | None] = [None] * num_pages
@@ -144,11 +144,11 @@ class PagePool:
         """Whether `page` is registered under this hash."""
         return self._hashes[page] == hash_
 
-    def register(self, page: int, hash_: bytes) -> None:
-        """Registers `page`, which is full and in use, under its hash: from now on it may be hit."""
+    def register(self, page: int, hash_: bytes, *, is_saved: bool = True) -> None:
+        """Registers `page`, which is full and in use, under its hash: from now on it may be hit. is_saved: the journal gets it."""
         assert self._ref_counts[page] > 0 and self._hashes[page] is None
         self._hashes[page] = hash_
-        if self.journal is not None:
+        if is_saved and self.journal is not None:
             self.journal.append((page, hash_))
         if self._page_of.setdefault(hash_, page) != page:
             self._duplicates.setdefault(hash_, []).append(page)

@@ -93,8 +93,8 @@ class SequencePages:
         firsts = state.page_table[rows, starts].tolist()  # mostly a row has one
         for row, start, end, page in zip(rows.tolist(), starts.tolist(), ends.tolist(), firsts, strict=True):
             request, pool = state.request_at(row), self.pools[self.group_of(row)]
-            chain = request.hash_chain
+            chain, is_saved = request.hash_chain, request.saves_kv is not False
             extend_hash_chain(chain, request.token_ids, page_size, end)
-            pool.register(page, chain[start + 1])
+            pool.register(page, chain[start + 1], is_saved=is_saved)
             for i in range(start + 1, end):
-                pool.register(int(state.page_table[row, i]), chain[i + 1])
+                pool.register(int(state.page_table[row, i]), chain[i + 1], is_saved=is_saved)

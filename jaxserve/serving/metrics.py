@@ -45,13 +45,16 @@ _COUNTERS = {  # name -> (field of LoopStats, help)
     "compiles": ("num_compiles", "Programs compiled, or loaded from the persistent cache."),
     "compile_seconds": ("compile_seconds", "Time spent compiling or loading programs."),
 }
-_STORE = {  # name -> (field of KVStoreStats, help)
+_STORE = {  # name -> (field of KVStoreStats, help), of counters
     "external_prefix_cache_queries": ("num_queried_tokens", "Prompt tokens looked up in the store of KV."),
     "external_prefix_cache_hits": ("num_hit_tokens", "Prompt tokens loaded from the store of KV."),
     "kv_store_load_failures": (
         "num_failed_loads",
         "Loads from the store of KV that brought less than was found, or came too late.",
     ),
+    "kv_store_skipped_tokens": ("num_skipped_tokens", "Tokens computed and not saved, since nothing that was saved is hit."),
+    "kv_store_save_seconds": ("save_seconds", "Time that saving has taken from the steps."),
+    "kv_store_hit_gain_seconds": ("hit_gain_seconds", "Time by which loads from the store were faster than computing."),
 }
 _TIERS = {  # field of TierStats -> (help, kind)
     "pages_read": ("Pages read from a tier of the store of KV.", CounterMetricFamily),
@@ -290,6 +293,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(f"{self._prefix}{name}", text, labels=("model_name",))
             counter.add_metric((self._model,), float(getattr(stats, field)))
             yield counter
+        share = GaugeMetricFamily(
+            f"{self._prefix}kv_store_save_share", "Share of the requests whose pages are saved.", labels=("model_name",)
+        )
+        share.add_metric((self._model,), stats.save_share)
+        yield share
         for name, (text, kind) in _TIERS.items():
             metric = kind(f"{self._prefix}kv_store_{name}", text, labels=("model_name", "tier"))
             for tier in stats.tiers:

@@ -73,13 +73,13 @@ class FolderTrouble:
         self.folder, self.random, self.done = folder, random.Random(seed), Counter()
         self._write = disk._write
 
-    def write(self, file: Any, data: memoryview) -> None:
+    def write(self, path: str, data: memoryview) -> None:
         """In place of disk._write."""
         if self.random.random() < 0.05:
-            file.write(data[: len(data) // 2])
+            Path(path).write_bytes(data[: len(data) // 2])
             self.done["full disk"] += 1
             raise OSError(errno.ENOSPC, "by chance")
-        self._write(file, data)
+        self._write(path, data)
 
     def __call__(self) -> None:
         """One more thing goes wrong, perhaps."""

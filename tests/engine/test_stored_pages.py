@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve import SamplingParams
+from jaxserve.engine.save_pace import SavePace
 from jaxserve.engine.stats import KVStoreStats
 from jaxserve.engine.stored_pages import StoredPages
 from jaxserve.execution.compilation import compile_counts
@@ -188,7 +189,7 @@ class Saves:
 def pages_of_two_groups() -> tuple[StoredPages, Saves]:
     saves: Any = Saves()
     pools: Any = [SimpleNamespace(num_pages=64, page_size=4, holds=lambda page, hash_: True) for _ in range(2)]
-    pages = StoredPages(saves, cast(Any, None), saves, ("", ""), KVStoreStats())
+    pages = StoredPages(saves, cast(Any, None), saves, ("", ""), KVStoreStats(), SavePace(always=True))
     pages.attach(pools, cast(Any, SimpleNamespace(composer=SimpleNamespace())))
     for group, pool in enumerate(pools):
         pool.journal.extend((page, b"%d %d" % (group, page)) for page in range(40))

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import threading
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -164,7 +165,7 @@ def test_folders_of_others_are_not_read(tmp_path, monkeypatch):
     tier = disk_tier(tmp_path)
     tier.write(hash_of(0), page_of(0))
     tier.refresh()
-    assert listed == [str(tier._path(hash_of(0)).parent)] and tier.contains(hash_of(0))
+    assert listed == [str(Path(tier._path(hash_of(0))).parent)] and tier.contains(hash_of(0))
 
 
 def test_files_of_others_are_neither_counted_nor_deleted(tmp_path):
@@ -191,7 +192,7 @@ def test_a_page_that_cannot_be_deleted_still_counts(tmp_path, monkeypatch, caplo
         def refuse(*_, **__):
             raise PermissionError("not yours")
 
-        patch.setattr(disk.Path, "unlink", refuse)
+        patch.setattr(disk.os, "unlink", refuse)
         assert tier.write(hash_of(3), page_of(3)) and tier.stats.bytes_held == 4 * BLOB_BYTES
     assert "over its bound" in caplog.text and all(tier.contains(hash_of(i)) for i in range(4))
     tier.write(hash_of(4), page_of(4))
@@ -250,7 +251,7 @@ def test_damaged_files_are_not_used_but_dropped(tmp_path, caplog, kind):
     tier = disk_tier(tmp_path)
     for i in (0, 1):
         tier.write(hash_of(i), page_of(i))
-        path = tier._path(hash_of(i))
+        path = Path(tier._path(hash_of(i)))
         path.write_bytes(damage(kind, path.read_bytes()))
     with caplog.at_level(logging.WARNING):
         assert not tier.read(hash_of(0), empty()) and not tier.read(hash_of(1), empty())
@@ -271,7 +272,7 @@ def test_a_page_of_another_layout_is_left_to_its_owner(tmp_path, caplog):
 def test_a_page_of_another_version_is_left_to_its_owner(tmp_path, caplog):
     tier = disk_tier(tmp_path)
     tier.write(hash_of(0), page_of(0))
-    path = tier._path(hash_of(0))
+    path = Path(tier._path(hash_of(0)))
     theirs = path.read_bytes().replace(b"jaxserve KV 2", b"jaxserve KV 1")
     path.write_bytes(theirs)
     assert not tier.read(hash_of(0), empty()) and not tier.contains(hash_of(0))
@@ -282,8 +283,8 @@ def test_a_full_disk_is_said_once_and_leaves_nothing_half_written(tmp_path, capl
     tier = disk_tier(tmp_path)
     with monkeypatch.context() as patch:
 
-        def full(file, data):
-            file.write(data[:10])
+        def full(path, data):
+            Path(path).write_bytes(data[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
 
         patch.setattr(disk, "_write", full)
@@ -301,7 +302,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 
 def test_files_of_processes_that_died_are_removed(tmp_path):
     tier = disk_tier(tmp_path)
-    old, new = tier._unfinished(), tier._unfinished()
+    old, new = Path(tier._unfinished()), Path(tier._unfinished())
     for path in (old, new):
         path.touch()
     os.utime(old, (1, 1))

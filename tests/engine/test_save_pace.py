@@ -1,0 +1,161 @@
+"""Which requests' pages are saved: all of them while that costs little or hits pay, else those of a share."""
+
+import hashlib
+
+import pytest
+
+from jaxserve.engine.save_pace import ALLOWANCE, COST_SHARE, MAX_SKIPPED, SavePace
+from tests.dummy import add, poison
+from tests.engine.storing import HOST, asks, counts, engine_with, expected, run, settle, stored
+
+HASHES = [hashlib.sha256(b"%d" % i).digest() for i in range(4000)]
+
+
+def served_at(pace, cost, hashes=HASHES):
+    """How many of these requests are saved, of which each takes a second, and saving it costs so much of one."""
+    num_saved = 0
+    for hash_ in hashes:
+        pace.ran(1.0)
+        if pace.chooses(hash_):
+            num_saved += 1
+            pace.saved(cost)
+    return num_saved
+
+
+@pytest.mark.parametrize("cost", [0.05, 0.1, 0.4])
+def test_saving_comes_to_rest_at_its_share_of_the_steps_time(cost):
+    pace = SavePace(always=False)
+    spent = cost * served_at(pace, cost)
+    assert spent <= COST_SHARE * len(HASHES) + 2 * ALLOWANCE + cost
+    assert spent > 0.8 * COST_SHARE * len(HASHES), "it saves what it may"
+    assert pace.share < 1
+
+
+def test_what_costs_little_is_saved_whole():
+    pace = SavePace(always=False)
+    assert served_at(pace, 0.9 * COST_SHARE) == len(HASHES) and pace.share == 1
+
+
+def test_hits_pay_for_saving():
+    """One in ten requests is hit, and saves half a second."""
+    pace = SavePace(always=False)
+    num_saved = 0
+    for i in range(0, 1000, 10):
+        num_saved += served_at(pace, 0.05, HASHES[i : i + 10])
+        pace.hit(0.5)
+    assert num_saved == 1000
+
+
+def test_write_through_saves_everything():
+    pace = SavePace(always=True)
+    assert served_at(pace, 10.0) == len(HASHES) and pace.share == 1
+
+
+def test_a_smaller_share_is_part_of_a_larger():
+    one, other = SavePace(always=False), SavePace(always=False)
+    for pace, cost in ((one, 1.2), (other, 1.6)):
+        pace.saved(cost * ALLOWANCE)
+    mine, theirs = ({hash_ for hash_ in HASHES if pace.chooses(hash_)} for pace in (one, other))
+    assert theirs < mine
+    assert len(mine) == pytest.approx(0.8 * len(HASHES), rel=0.05) and len(theirs) == pytest.approx(0.4 * len(HASHES), rel=0.1)
+
+
+def test_what_was_skipped_is_remembered_once_and_within_bounds():
+    pace = SavePace(always=False)
+    pace.skip(HASHES[:3])
+    assert pace.missed(iter(HASHES[:5])) == 3 and pace.missed(HASHES[:5]) == 0 and not pace.has_skipped
+    for i in range(0, MAX_SKIPPED + 100, 100):
+        pace.skip([b"%d" % j for j in range(i, i + 100)])
+    assert pace.missed([b"0"]) == 0 and pace.missed([b"%d" % (MAX_SKIPPED + 50)]) == 1
+
+
+# -- of an engine
+
+
+def empty(engine):
+    """Saving has cost so much that no new request is saved."""
+    stored(engine).save_pace.saved(1e3)
+    assert stored(engine).save_pace.share == 0
+
+
+def asked(engine, ask, name="a"):
+    """The request, served, once its pages are kept and the pool has lost them."""
+    (request,) = add(engine, name, ask)
+    run(engine)
+    settle(engine)
+    engine.reset_prefix_cache()
+    poison(engine)
+    return request
+
+
+@pytest.fixture
+def engine(closed):
+    engine = engine_with()
+    closed.append(engine)
+    return engine
+
+
+def num_written(engine):
+    return counts(engine).tiers[0].pages_written
+
+
+def test_a_request_outside_the_share_is_not_saved(engine):
+    empty(engine)
+    (ask,) = wanted = asks(0)
+    request = asked(engine, ask)
+    assert request.output_token_ids == expected(wanted)["0"].tokens
+    assert num_written(engine) == 0 and counts(engine).num_skipped_tokens == 48
+    assert f"KV store: {HOST}, given the pages of 0% of the requests" in engine.describe()
+
+
+def test_what_is_computed_again_is_saved_and_opens_the_share(engine):
+    """Since saving it would have paid."""
+    empty(engine)
+    (ask,) = wanted = asks(0)
+    asked(engine, ask)
+    stored(engine).pace.compute_seconds = 1e3
+    asked(engine, ask, "b")
+    assert num_written(engine) == 12 and stored(engine).save_pace.share == 1
+    request = asked(engine, ask, "c")
+    assert counts(engine).num_hit_tokens == 36 and request.output_token_ids == expected(wanted)["0"].tokens
+
+
+def test_a_chain_is_saved_from_its_beginning(engine):
+    """A request that is in the share saves what it found in the pool, too."""
+    empty(engine)
+    (ask,) = asks(0)
+    (first,) = add(engine, "a", ask)
+    run(engine)
+    assert num_written(engine) == 0
+    stored(engine).save_pace.hit(1e3)  # more than is owed
+    longer = asks(0)[0]
+    longer.prompt[:] = first.token_ids + [5] * 8
+    request = asked(engine, longer, "b")
+    assert request.num_cached_tokens == 48 and stored(engine).store.lookup(request.hash_chain[1:]) == len(request.hash_chain) - 1
+
+
+def test_who_hands_its_prompt_over_is_saved(closed, tmp_path):
+    engine = engine_with(f"disk:{tmp_path}:4MiB")
+    closed.append(engine)
+    empty(engine)
+    (request,) = add(engine, "a", asks(0)[0])
+    request.keeps_prompt = True
+    run(engine)
+    assert request.stored_prefix is not None and request.stored_prefix.num_pages == 10
+
+
+def test_write_through_is_an_option(closed):
+    engine = engine_with(HOST, kv_store_write_policy="write_through")
+    closed.append(engine)
+    stored(engine).save_pace.saved(1e3)
+    asked(engine, asks(0)[0])
+    assert num_written(engine) == 12 and counts(engine).save_share == 1 and counts(engine).save_seconds > 0
+
+
+def test_what_saving_costs_is_counted(engine):
+    pace = stored(engine).save_pace
+    before = pace.share, counts(engine).save_seconds
+    asked(engine, asks(0)[0])
+    assert before[1] == 0 < counts(engine).save_seconds < 10
+    asked(engine, asks(0)[0], "b")
+    assert counts(engine).num_hit_tokens == 36 and counts(engine).hit_gain_seconds >= 0
