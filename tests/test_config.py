@@ -267,10 +267,10 @@ def test_no_more_pages_than_the_sequences_could_use():
 
 
 def test_a_cpu_gives_a_quarter_of_its_memory_and_a_pool_of_at_most_one_gib(monkeypatch):
-    monkeypatch.setattr(memory, "cpu_memory_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 64 * GIB)
     assert pages_of(None, max_model_len=10**6) == GIB // PAGE_BYTES
     assert pages_of(None, max_model_len=10**6, num_devices=8) == GIB // 8 // PAGE_BYTES, "virtual devices share a memory"
-    monkeypatch.setattr(memory, "cpu_memory_bytes", lambda: 400 * PAGE_BYTES)
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 400 * PAGE_BYTES)
     assert pages_of(None, max_model_len=10**6, utilization=0.5) == 50
 
 
@@ -278,7 +278,7 @@ def test_no_room_for_a_page_is_refused_with_the_numbers(monkeypatch):
     with pytest.raises(ValueError, match=r"0.9 of 80.0 GiB less weights 73.00 GiB and programs 1.00 GiB leaves -2048 MiB") as error:
         pages_of(80 * GIB, utilization=0.9, weight_bytes=73 * GIB, temp_bytes=GIB)
     assert "raise gpu_memory_utilization" in str(error.value)
-    monkeypatch.setattr(memory, "cpu_memory_bytes", lambda: 3 * PAGE_BYTES)
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: 3 * PAGE_BYTES)
     with pytest.raises(ValueError, match="no KV page fits") as error:
         pages_of(None)
     assert "weights" not in str(error.value), "on a CPU they are not counted"

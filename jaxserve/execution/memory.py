@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jaxserve.kv_store.memory_limit import host_memory_bytes
 
 CPU_POOL_BYTES = 1 << 30  # most that a pool takes on a CPU unless num_pages says otherwise
 GEMM_WORKSPACE_BYTES = 32 << 20  # of temporary memory that XLA gives a cuBLASLt matmul on Hopper; some programs have one, some none
@@ -33,16 +33,6 @@ class PageShape:
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
         return self.num_layers * math.prod(self.layer(1)) * np.dtype(self.dtype).itemsize
-
-
-def cpu_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or its container's limit if that is less."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def reserve_bytes(temp_bytes: Iterable[int]) -> int:
@@ -75,14 +65,14 @@ def decide_num_pages(
     """
     most = max_num_seqs * math.ceil(max_model_len / pages.page_size)
     if device_limit is None:
-        room = min(CPU_POOL_BYTES, int(utilization * cpu_memory_bytes() / 4)) // num_devices
+        room = min(CPU_POOL_BYTES, int(utilization * host_memory_bytes() / 4)) // num_devices
     else:
         room = int(utilization * device_limit) - weight_bytes - temp_bytes
     page_bytes = pages.page_bytes + draft_page_bytes
     fit = room // page_bytes
     if fit < 1:
         less = f"less weights {weight_bytes / 2**30:.2f} GiB and programs {temp_bytes / 2**30:.2f} GiB "
-        limit = cpu_memory_bytes() / 4 if device_limit is None else device_limit
+        limit = host_memory_bytes() / 4 if device_limit is None else device_limit
         raise ValueError(
             f"no KV page fits: gpu_memory_utilization={utilization} of {limit / 2**30:.1f} GiB "
             f"{'' if device_limit is None else less}leaves {room / 2**20:.0f} MiB, a page takes "

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxserve.kv_store.memory_limit import host_memory_bytes
+
 
 @dataclass(frozen=True)
 class PageLayout:
@@ -56,9 +58,12 @@ class PageLayout:
 
 def empty_pages(name: str, max_bytes: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Memory of a tier, which a thread takes from the system meanwhile (`take_memory`). ValueError: so much is not to be had."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = host_memory_bytes()
     if max_bytes > memory:
-        raise ValueError(f"kv_store: a {name} tier of {max_bytes} bytes is more than the machine's memory, {memory}: give less")
+        raise ValueError(
+            f"kv_store: a {name} tier of {max_bytes} bytes is more than the {memory} bytes of memory that this process may use: "
+            "give less"
+        )
     try:
         pages = np.empty(shape, dtype)
     except MemoryError:

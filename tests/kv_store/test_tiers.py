@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from jaxserve.kv_store import disk, host
+from jaxserve.kv_store import tier as tiers
 from jaxserve.kv_store.blob import blob_bytes, unpack_page
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
+from jaxserve.kv_store.memory_limit import host_memory_bytes
 from jaxserve.kv_store.tier import PageLayout, take_memory
 from tests.kv_store.pages import LAYOUT, blob_of, empty, hash_of, page_of
 
@@ -107,8 +109,12 @@ def test_a_disk_tier_must_hold_a_page(tmp_path):
 
 
 def test_a_host_tier_beyond_the_memory_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="more than the machine's memory"):
+    with pytest.raises(ValueError, match=rf"{1 << 60} bytes is more than the {host_memory_bytes()} bytes"):
         HostTier(LAYOUT, 1 << 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers, "host_memory_bytes", lambda: 1 << 20)  # of a container
+        with pytest.raises(ValueError, match=f"a host tier of {1 << 21} bytes is more than the {1 << 20} bytes of memory"):
+            HostTier(LAYOUT, 1 << 21)
 
     def refuse(*_):
         raise MemoryError
