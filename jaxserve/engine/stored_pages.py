@@ -90,7 +90,8 @@ class StoredPages:
         *,
         shares_cores: bool = True,
     ):
-        self.store, self.save_pace = store, save_pace
+        self.store: KVStore = store
+        self.save_pace: SavePace = save_pace
         self._shares_cores = shares_cores
         self.load_seconds: float = LOAD_SECONDS
         self.keep_seconds: float = KEEP_SECONDS
