@@ -65,7 +65,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._came()
         self._was_read()
         self._hang_up()
-        self._shown_key.forget()
+        self._shown_key.close()
         if not self._refused:
             super().connection_lost(exc)
 

@@ -89,10 +89,11 @@ class KeyUse:
         self._requests = _Bucket(key.requests_per_minute or 0, now)
         self._tokens = _Bucket(key.tokens_per_minute or 0, now)
 
-    def begin(self) -> None:
-        """Takes a request, which is under way until `end`. Raises KeyLimitError."""
+    def begin(self, *, is_brief: bool = False) -> None:
+        """Takes a request, which is under way until `end`. is_brief: it makes no answer of its own, and is taken whatever is under
+        way. Raises KeyLimitError."""
         key, now = self.key, self._clock()
-        if key.max_concurrent_requests is not None and self.num_running >= key.max_concurrent_requests:
+        if not is_brief and key.max_concurrent_requests is not None and self.num_running >= key.max_concurrent_requests:
             self._refuse("max_concurrent_requests", f"{self.num_running} requests under way", 1.0)
         if key.requests_per_minute is not None and (wait := self._requests.wait(key.requests_per_minute, now)):
             self._refuse("requests_per_minute", "no request left", wait)
@@ -100,7 +101,7 @@ class KeyUse:
             self._refuse("tokens_per_minute", "no token left", wait)
         self._requests.level -= 1
         self.num_requests += 1
-        self.num_running += 1
+        self.num_running += not is_brief
 
     def hold(self) -> None:
         """Counts one more request as under way, which was taken as a part of another, until `end`."""
@@ -145,21 +146,26 @@ class KeyUse:
 
 
 class ShownKey:
-    """The key that a connection has shown last: the connection counts for it."""
+    """The key that a connection has shown last: the connection counts for it until it is closed."""
 
     def __init__(self):
         self._use: KeyUse | None = None
+        self._closed = False
 
     def show(self, use: KeyUse) -> None:
-        """A request of the connection shows a key. Raises KeyLimitError if it may have no more connections; the connection then
-        counts as before."""
-        if use is not self._use:
+        """A request of the connection shows a key. Raises KeyLimitError if that may have no more connections; this one then counts
+        as before."""
+        if use is not self._use and not self._closed:  # a request may be looked at when its client has gone
             use.connect()
-            self.forget()
+            self._leave()
             self._use = use
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """The connection is closed."""
+        self._closed = True
+        self._leave()
+
+    def _leave(self) -> None:
         if self._use is not None:
             self._use.disconnect()
             self._use = None

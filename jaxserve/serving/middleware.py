@@ -163,15 +163,16 @@ class KeyCheck:
             await error_response(scope, 401, message, code="invalid_api_key", headers=headers)(scope, receive, send)
             return
         scope.setdefault("state", {})["key_use"] = use
-        if scope["path"] in self._control and not use.key.may_control:
-            message = f"key {use.key.name!r} does not open {scope['path']}: that takes one with may_control"
-            await error_response(scope, 403, message)(scope, receive, send)
-            return
         shown: ShownKey | None = scope["state"].get("shown_key")  # of the connection, where this server holds it
+        is_brief = _is_brief(scope)
         try:
             if shown is not None:
                 shown.show(use)
-            use.begin()
+            if scope["path"] in self._control and not use.key.may_control:
+                message = f"key {use.key.name!r} does not open {scope['path']}: that takes one with may_control"
+                await error_response(scope, 403, message)(scope, receive, send)
+                return
+            use.begin(is_brief=is_brief)
         except KeyLimitError as error:
             headers = {"Retry-After": str(error.retry_after)}
             if error.limit == "max_connections":
@@ -182,7 +183,13 @@ class KeyCheck:
         try:
             await self.app(scope, receive, send)
         finally:
-            use.end()
+            if not is_brief:
+                use.end()
+
+
+def _is_brief(scope: Scope) -> bool:
+    """Whether a request makes no answer of its own: it reads, forgets or cancels what others made."""
+    return scope["method"] != "POST" or scope["path"].endswith("/cancel")
 
 
 def _tokens(scope: Scope) -> list[bytes]:

@@ -13,7 +13,7 @@ ROUTES: dict[str, str] = {
     "POST /v1/completions": "",
     "GET /v1/models": "",
     "POST /v1/responses": "a response is kept unless `store` is false, which takes an environment variable there",
-    "GET /v1/responses/{response_id}": "events are kept in bounds; `DELETE` is here too",
+    "GET /v1/responses/{response_id}": "a stream has recent events alone; `DELETE` is here too",
     "POST /v1/responses/{response_id}/cancel": "",
     "POST /v1/messages": "",
     "POST /v1/messages/count_tokens": "",

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse
 
 from jaxserve.routing.app import make_router
 from jaxserve.routing.options import RouterOptions
-from jaxserve.serving.keys import ApiKey, KeyLimitError, KeyRing, KeyUse, read_keys
+from jaxserve.serving.keys import ApiKey, KeyLimitError, KeyRing, KeyUse, ShownKey, read_keys
 from jaxserve.serving.middleware import KeyCheck
 from jaxserve.serving.options import HTTPOptions, ServerOptions
 from tests.alphabet_model import after
@@ -327,7 +327,8 @@ def test_streams_and_background_responses_count(keyed, shared_llm, monkeypatch):
         background = {"input": "a", "max_output_tokens": 200, "background": True}
         made = ok(until_taken(lambda: server.client.post("/v1/responses", json=background, headers=bearer("1"))))
         refusal(asked(server, "1"), 429)
-        server.client.post(f"/v1/responses/{made['id']}/cancel", headers=bearer("1"))
+        ok(server.client.get(f"/v1/responses/{made['id']}", headers=bearer("1")))  # what it made is not out of reach
+        ok(server.client.post(f"/v1/responses/{made['id']}/cancel", headers=bearer("1")))
         server.wait_idle()
         assert ok(until_taken(lambda: asked(server, "1")))["choices"][0]["text"] == after("a", 4)
         assert metric(server, 'api_key_requests_running{key="one"}') == 0
@@ -359,6 +360,18 @@ def test_connections_are_bounded_by_key(keyed):
         while any(metric(server, f'api_key_connections{{key="{name}"}}') for name in ("one", "two")):
             assert time.monotonic() < deadline, "connections that are gone count"
             time.sleep(0.05)
+
+
+def test_a_connection_that_is_closed_counts_for_nobody(clock):
+    """Also where its request is looked at late."""
+    use, other = made(clock, max_connections=1), made(clock)
+    shown = ShownKey()
+    shown.show(use)
+    shown.show(other)
+    assert (use.num_connections, other.num_connections) == (0, 1)
+    shown.close()
+    shown.show(use)
+    assert (use.num_connections, other.num_connections) == (0, 0)
 
 
 def until_taken(ask) -> httpx.Response:

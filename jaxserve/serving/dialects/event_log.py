@@ -13,10 +13,14 @@ MAX_LOG_BYTES: int = 8 << 20  # of one stream
 MAX_ENDED, MAX_ENDED_BYTES = 64, 16 << 20  # streams that have ended, and of all of them
 
 
-class EventLog:
-    """A stream's events, numbered from 0. The oldest are forgotten when all of them have more than max_bytes.
+class EventsGoneError(Exception):
+    """An event that a reader comes to has been forgotten."""
 
-    first: the number of the oldest that is kept. num_bytes: of those that are kept.
+
+class EventLog:
+    """A stream's events, numbered from 0. The oldest are forgotten where all of them have more than max_bytes, but for the newest.
+
+    first: the number of the oldest that is kept. num_bytes: of those that are kept. ended: whether no event comes any more.
     """
 
     def __init__(self, max_bytes: int = MAX_LOG_BYTES):
@@ -24,8 +28,13 @@ class EventLog:
         self.num_bytes: int = 0
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
-        self._ended = False
+        self.ended: bool = False
         self._changed = asyncio.Event()
+
+    @property
+    def count(self) -> int:
+        """Of the events up to now, forgotten ones too."""
+        return self.first + len(self._events)
 
     def add(self, event: bytes) -> None:
         """The next event."""
@@ -38,7 +47,7 @@ class EventLog:
 
     def end(self) -> None:
         """No event comes any more."""
-        self._ended = True
+        self.ended = True
         self._tell()
 
     def _tell(self) -> None:
@@ -46,14 +55,16 @@ class EventLog:
         self._changed = asyncio.Event()
 
     async def follow(self, begin: int = 0) -> AsyncGenerator[bytes]:
-        """The events from this number on, until the stream has ended. Ends early where the next one has been forgotten, so that who
-        reads too slowly sees no gap."""
+        """The events from this number on, until the stream has ended. Raises EventsGoneError where the next one has been forgotten:
+        who reads too slowly sees no gap."""
         number = begin
         while True:
-            while self.first <= number < self.first + len(self._events):
+            while self.first <= number < self.count:
                 yield self._events[number - self.first]
                 number += 1
-            if self._ended or number < self.first:
+            if number < self.first:
+                raise EventsGoneError(f"the events before {self.first} are not kept any more")
+            if self.ended:
                 return
             await self._changed.wait()
 

@@ -20,10 +20,10 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from jaxserve.serving.chat_protocol import ChatRequest
-from jaxserve.serving.dialects.event_log import EndedLogs, EventLog
+from jaxserve.serving.dialects.event_log import EndedLogs, EventLog, EventsGoneError
 from jaxserve.serving.dialects.response_events import Answer
 from jaxserve.serving.dialects.response_store import MemoryStore, ResponseStore, StoreBeside, StoredResponse, StoreError
-from jaxserve.serving.dialects.responses_forms import DeletedResponse, RawMessage, ResponseObject
+from jaxserve.serving.dialects.responses_forms import DeletedResponse, ErrorEvent, RawMessage, ResponseObject
 from jaxserve.serving.dialects.responses_protocol import (
     LOGPROBS,
     PASSED_ON,
@@ -47,6 +47,7 @@ from jaxserve.serving.streaming import unless_gone
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 MAX_UNKEPT, MAX_UNKEPT_BYTES = 64, 16 << 20
+MAX_STREAMED_BYTES = 1 << 20  # of a response that begins, which several events of a kept stream repeat
 ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 504)
 RENAMED = {"response_format": "text", "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning"}
 _EventNumber = Annotated[int | None, Query(ge=0, description="With stream: the number of the last event that came.")]
@@ -134,6 +135,8 @@ class Responses:
         if body.enable_response_messages:
             await self._tell_prompt(answer, turn)
         if body.background:
+            if body.stream:
+                self._check_size(answer.response, turn)
             log = self._begin(answer, bool(body.stream), key_use(request))
             return _json(encode(answer.response)) if log is None else self._stream(log, 0)
         if body.stream:
@@ -141,6 +144,13 @@ class Responses:
         await unless_gone(request, answer.whole())
         await self._keep(answer)
         return _json(encode(answer.response))
+
+    def _check_size(self, response: ResponseObject, turn: Turn) -> None:
+        """Raises RefusedError for a response that is too large to be repeated in a stream that is kept."""
+        if (size := len(encode(response))) > MAX_STREAMED_BYTES:
+            turn.stream.close()
+            said = f"of at most {MAX_STREAMED_BYTES} in the background: shorten instructions, tools or whatever it repeats"
+            raise RefusedError(f"stream: the response has {size} bytes before there is any output, {said}", param="stream")
 
     def _begin(self, answer: Answer, is_streamed: bool, use: KeyUse | None) -> EventLog | None:
         """Begins to answer in the background. Returns the log of events, if they are wanted."""
@@ -160,18 +170,27 @@ class Responses:
           RefusedError: as `get`; it was not asked for so, or these events are not kept any more.
         """
         running = self._running.get(response_id)
+        if running is None:
+            await self._stored(response_id)
         log = self._ended.get(response_id) if running is None else running.log
         if log is None:
-            if running is None:
-                await self._stored(response_id)
             said = "only of a response made with background=true and stream=true, and not for ever; GET it without stream"
             raise RefusedError(f"stream: there are no events, {said}", param="stream")
         if begin < log.first:
             raise RefusedError(f"starting_after: the events before {log.first} are not kept any more", param="starting_after")
+        if log.ended and begin > log.count:
+            raise RefusedError(f"starting_after={begin - 1}: the last event is {log.count - 1}", param="starting_after")
         return self._stream(log, begin)
 
     def _stream(self, log: EventLog, begin: int) -> Response:
-        return self._served.stream(log.follow(begin), lambda: None)
+        async def events() -> AsyncGenerator[bytes]:
+            try:
+                async for event in log.follow(begin):
+                    yield event
+            except EventsGoneError as error:
+                yield b"event: error\ndata: %s\n\n" % encode(ErrorEvent(code="events_gone", message=str(error)))
+
+        return self._served.stream(events(), lambda: None)
 
     def _check_keeps_nothing(self, body: ResponsesRequest) -> None:
         """Raises RefusedError (501) for what needs a response that is kept, where none is."""
@@ -189,9 +208,9 @@ class Responses:
         """Forgets a response; one that runs in the background is cancelled. Raises as `get`."""
         if response_id in self._running:
             await self.cancel(response_id)
-        self._ended.delete(response_id)
         with _available():
             gone = self._unkept.delete(response_id) or await self._store.delete(response_id)
+        self._ended.delete(response_id)
         if not gone:
             await self._stored(response_id)
 
@@ -243,12 +262,14 @@ class Responses:
         await asyncio.wait([task])
         if task.cancelled():
             answer.cancel()
-        await self._keep(answer)
-        del self._running[answer.response.id]
-        if log is not None:
-            log.add(answer.end())
-            log.end()
-            self._ended.put(answer.response.id, log)
+        try:
+            await self._keep(answer)
+        finally:
+            del self._running[answer.response.id]
+            if log is not None:
+                log.add(answer.end())
+                log.end()
+                self._ended.put(answer.response.id, log)
 
     async def _events(self, answer: Answer) -> AsyncGenerator[bytes]:
         async for event in answer.events():
@@ -317,9 +338,12 @@ async def _run(answer: Answer) -> None:
 
 
 async def _record(answer: Answer, log: EventLog) -> None:
-    """Answers in the background, event by event."""
-    async for event in answer.events():
-        log.add(event)
+    """Answers in the background, event by event. What goes wrong is written into the response."""
+    try:
+        async for event in answer.events():
+            log.add(event)
+    except Exception as error:
+        answer.fail(describe(error)[1].error.message)
 
 
 def to_chat(body: ResponsesRequest, items: list[Any]) -> ChatRequest:

@@ -135,6 +135,13 @@ class Lifecycle(Struct, kw_only=True):
     response: ResponseObject
 
 
+class ErrorEvent(Struct, tag="error", tag_field="type", kw_only=True):
+    """error: the stream ends without its end."""
+
+    code: str
+    message: str
+
+
 class ItemEvent(Struct, kw_only=True):
     """response.output_item.added or .done."""
 

@@ -8,7 +8,9 @@ import httpx
 import openai
 import pytest
 
-from jaxserve.serving.dialects.event_log import EndedLogs, EventLog
+from jaxserve.serving.dialects.event_log import EndedLogs, EventLog, EventsGoneError
+from jaxserve.serving.dialects.response_events import Answer
+from jaxserve.serving.dialects.response_store import MemoryStore
 from tests.serving.calls import ok, refusal
 from tests.serving.dialects.answers import named_events
 from tests.serving.http_server import serving, slow_down
@@ -112,7 +114,9 @@ def test_the_oldest_events_are_forgotten():
         log.add(b"%03d" % number)
     log.end()
     assert log.first == 5 and log.num_bytes == 9 and read(log, 5) == [b"005", b"006", b"007"]
-    assert read(log, 7) == [b"007"] and read(log, 8) == read(log, 4) == []
+    assert read(log, 7) == [b"007"] and read(log, 8) == []
+    with pytest.raises(EventsGoneError, match="before 5 are not kept"):
+        read(log, 4)
 
 
 def test_a_slow_reader_sees_no_gap():
@@ -121,10 +125,11 @@ def test_a_slow_reader_sees_no_gap():
         log.add(b"0")
         log.add(b"1")
         async with contextlib.aclosing(log.follow()) as events:
-            async for event in events:
-                seen.append(event)
-                for number in range(2, 8):  # while it was not reading
-                    log.add(b"%d" % number)
+            with pytest.raises(EventsGoneError):
+                async for event in events:
+                    seen.append(event)
+                    for number in range(2, 8):  # while it was not reading
+                        log.add(b"%d" % number)
         return seen
 
     assert asyncio.run(asyncio.wait_for(go(), 10)) == [b"0"]
@@ -153,5 +158,52 @@ def test_events_that_are_gone(server, monkeypatch):
     path = f"/v1/responses/{events[-1][1]['response']['id']}"
     error = refusal(server.client.get(f"{path}?stream=true"))
     assert error["param"] == "starting_after" and "are not kept any more" in error["message"]
-    assert named_events(server.client.get(f"{path}?stream=true&starting_after={len(events) - 2}").text) == events[-1:]
+    last = len(events) - 1
+    assert named_events(server.client.get(f"{path}?stream=true&starting_after={last - 1}").text) == events[-1:]
+    assert server.client.get(f"{path}?stream=true&starting_after={last}").text == ""
+    beyond = refusal(server.client.get(f"{path}?stream=true&starting_after={last + 1}"))
+    assert f"starting_after={last + 1}: the last event is {last}" in beyond["message"]
     assert ok(server.client.get(path))["status"] == "incomplete"
+
+
+def test_who_reads_too_slowly_is_told(server, monkeypatch):
+    async def too_late(log, begin=0):
+        yield log._events[0]
+        raise EventsGoneError("the events before 9 are not kept any more")
+
+    monkeypatch.setattr(EventLog, "follow", too_late)
+    (first, _), (last, data) = named_events(server.client.post("/v1/responses", json=ASK).text)
+    assert first == "response.created" and last == "error"
+    assert data == {"type": "error", "code": "events_gone", "message": "the events before 9 are not kept any more"}
+    server.wait_idle()
+
+
+def test_a_response_too_large_to_be_repeated(server):
+    asked = ASK | {"user": "x" * (1 << 20)}
+    error = refusal(server.client.post("/v1/responses", json=asked))
+    assert error["param"] == "stream" and "of at most 1048576 in the background" in error["message"]
+    server.wait_idle()
+    ok(server.client.post("/v1/responses", json=asked | {"stream": False}))
+    server.wait_idle()
+
+
+def test_what_breaks_ends_the_stream(server, monkeypatch):
+    """An answer that breaks has failed, and a store that breaks leaves no reader waiting."""
+
+    async def broken(self):
+        yield self._lifecycle("created")
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "events", broken)
+        events = named_events(server.client.post("/v1/responses", json=ASK).text)
+    assert [name for name, _ in events] == ["response.created", "response.failed"]
+    server.wait_idle()
+
+    def refuses(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(MemoryStore, "put", refuses)
+    events = named_events(server.client.post("/v1/responses", json=ASK).text)
+    assert events[-1][0] == "response.incomplete"
+    refusal(server.client.get(f"/v1/responses/{events[-1][1]['response']['id']}"), 404)
