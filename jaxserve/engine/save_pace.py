@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-COST_SHARE = 0.02  # of the steps' time that saving may cost while nothing is hit
+COST_SHARE = 0.01  # of the steps' time that saving may cost while nothing is hit
 ALLOWANCE = 0.25  # seconds that saving may cost before anything is hit; as far below nothing the share is 0
 LIMIT = 2.0  # seconds that hits may fill in, and that may be owed
 MAX_SKIPPED = 1 << 16  # pages that are remembered
