@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
 from kernels.cpu import library
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_TYPES = {np.ndarray: ctypes.c_void_p, int: ctypes.c_int64, float: ctypes.c_double}
 
 
 class Texts(NamedTuple):
@@ -38,15 +38,15 @@ class Texts(NamedTuple):
 
 
 class _Texts(ctypes.Structure):
-    _fields_ = [(name, _POINTER if i < 8 else _INT if i < 14 else _FLOAT) for i, name in enumerate(Texts._fields)]
+    _fields_ = [(name, _TYPES[kind]) for name, kind in get_type_hints(Texts).items()]
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *((name, _POINTER) for name in ("rows", "entries", "sampled", "counts")),
-        *((name, _INT) for name in ("n", "width")),
+        *((name, ctypes.c_void_p) for name in ("rows", "entries", "sampled", "counts")),
+        *((name, ctypes.c_int64) for name in ("n", "width")),
         ("with_outputs", ctypes.c_bool),
-        *((name, _POINTER) for name in ("proposed", "used")),
+        *((name, ctypes.c_void_p) for name in ("proposed", "used")),
     ]
 
 
@@ -63,7 +63,7 @@ def make(texts: Texts) -> Propose | None:
     assert all(x.flags.c_contiguous for x in texts if isinstance(x, np.ndarray)) and texts.places.shape[1] == 8
     fields = [x.ctypes.data if isinstance(x, np.ndarray) else x for x in texts]
     call: Any = found.jaxserve_suffix_propose
-    call.restype, call.argtypes = _INT, (_POINTER, _POINTER)
+    call.restype, call.argtypes = ctypes.c_int64, (ctypes.c_void_p, ctypes.c_void_p)
     return _Call(call, texts, _Texts(*fields))
 
 
