@@ -21,8 +21,8 @@ HEADS = replace(CONFIG, num_kv_heads=2, sliding_windows=(None, 70))
 
 
 def test_one_plan_serves_all_drafts():
-    """Of rows whose drafts begin in front of, at and behind the end of a block and of a chunk, and of padding."""
-    positions = np.array([62, 63, 64, 509, 512, 2060, 0, 0, 0], np.int32)
+    """Of rows whose drafts, or whose windows, come past the end of a block or of a chunk, and of padding."""
+    positions = np.array([577, 63, 64, 509, 512, 2045, 0, 0, 0], np.int32)
     is_real = np.arange(9) < 7
     with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
         pages = DraftPages(9 * P, PAGE, 9, K, "mosaic_sm90", programs._row_planners("mosaic_sm90", HEADS))
