@@ -176,6 +176,9 @@ def test_what_repeats_goes_on_and_what_is_seldom_does_not():
     assert drafts_of(make(most=5), request("a", period, 2)) == [1, 2, 3, 1, 2], "a match that overlaps the end goes on in cycles"
     assert drafts_of(make(suffix_decoding_max_spec_factor=0.25), request("a", period, 2)) == [1, 2], "nine tokens match"
     assert drafts_of(make(suffix_decoding_max_tree_depth=3), request("a", period, 2)) == [1, 2], "a match of one token, two drafts"
+    deep = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 8, 2, 3, 4, 6, 1, 2, 3, 4]
+    assert drafts_of(make(suffix_decoding_max_tree_depth=3), request("a", deep, 2)) == [6, 1], "no match is longer than the depth"
+    assert drafts_of(make(suffix_decoding_max_tree_depth=4), request("a", deep, 2)) == [5, 9, 2], "the longest alone"
     forks = [7, 8, 1, 0, 7, 8, 1, 0, 7, 8, 2, 0, 7, 8, 3, 5, 7, 8]
     options = {"most": 5, "suffix_decoding_max_spec_factor": 9}
     assert drafts_of(make(**options), request("a", forks, 2)) == [1, 0, 7, 8, 2]
