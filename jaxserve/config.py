@@ -436,6 +436,10 @@ class EngineConfig:
         )
         said = "keeps pages by the prefix cache's hashes, and enable_prefix_caching is False: leave one of them out"
         require(self.kv_store is None or self.enable_prefix_caching, f"kv_store={self.kv_store!r} {said}")
+        policy = self.kv_store_write_policy
+        require(
+            policy == "auto" or self.kv_store is not None, f"kv_store_write_policy={policy!r} is of a kv_store, and there is none"
+        )
         # Read now: a bad file should not wait for the weights to load.
         object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
         if self.step_times is not None:

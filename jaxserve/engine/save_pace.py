@@ -50,13 +50,15 @@ class SavePace:
         and what one with a small share chooses, one with a larger does too."""
         return int.from_bytes(hash_[:8]) < self.share * _HASHES
 
-    def skip(self, hashes: Sequence[bytes]) -> None:
-        """These pages were computed, and not saved."""
+    def skip(self, hashes: Sequence[bytes]) -> int:
+        """These pages were computed, and not saved. Returns of how many that was not known."""
+        num_new = sum(hash_ not in self._skipped for hash_ in hashes)
         for hash_ in hashes:
             self._skipped.pop(hash_, None)
             self._skipped[hash_] = None
         while len(self._skipped) > MAX_SKIPPED:
             del self._skipped[next(iter(self._skipped))]
+        return num_new
 
     @property
     def has_skipped(self) -> bool:

@@ -194,13 +194,15 @@ class StoredPages:
             start = num_hits * self._page_size
             first = page_hash(chain[num_hits], request.token_ids[start : start + self._page_size])
             num_missed = pace.missed(self._hashes_behind(request, num_hits, max_pages))
-            gained = num_missed * (self.pace.compute_seconds or 0.0)
-            pace.hit(gained)
+            pace.hit(num_missed * max((self.pace.compute_seconds or 0.0) - (self.pace.load_seconds or 0.0), 0.0))
             if not num_missed and not pace.chooses(first) and not self.store.lookup([first]):
                 return False
         if pace.has_skipped and num_hits:
-            unsaved = [entry for entry in zip(hits, chain[1:], strict=False) if not self.store.lookup([entry[1]])]
-            self._unsaved[group].extend(unsaved)
+            num_stored = self.store.lookup(chain[1 : num_hits + 1])
+            if num_stored < num_hits:
+                known = self._saving.union(hash_ for _, hash_ in self._unsaved[group])
+                entries = zip(hits[num_stored:], chain[num_stored + 1 :], strict=False)
+                self._unsaved[group].extend(entry for entry in entries if entry[1] not in known)
         return True
 
     def num_waiting(self, group: int) -> int:
@@ -381,9 +383,8 @@ class StoredPages:
         """The request has ended well: its pages are those that were used last."""
         chain = request.hash_chain[1:]
         if request.saves_kv is False:
-            skipped = chain[self.store.lookup(chain) :]
-            self.save_pace.skip(skipped)
-            self._stats.num_skipped_tokens += len(skipped) * self._page_size
+            num_skipped = self.save_pace.skip(chain[self.store.lookup(chain) :])
+            self._stats.num_skipped_tokens += num_skipped * self._page_size
         self._used.append(chain)
         if not request.keeps_prompt:
             return

@@ -22,6 +22,7 @@ struct SuffixTexts {
   int64_t outputs_begin, num_outputs, num_rows, shift, most, depth;
   double factor, min_prob;
 };
+static_assert(sizeof(SuffixTexts) == 16 * 8, "suffix_search.py has the same fields");
 
 // The tokens that a step brought to n rows: those of row rows[i] are counts[i] of sampled[entries[i]], which has `width`.
 struct SuffixStep {
@@ -33,6 +34,7 @@ struct SuffixStep {
   int32_t* proposed;  // [S, most]: written for these rows; -1: no draft
   int64_t* used;      // [n]: where the outputs stand that were drafted from
 };
+static_assert(sizeof(SuffixStep) == 9 * 8, "suffix_search.py has the same fields");
 
 // Indexes the tokens and writes the drafts. Returns how many of `used` it wrote.
 int64_t suffix_propose(const SuffixTexts& texts, const SuffixStep& step);

@@ -6,12 +6,16 @@ Owns how the arrays are passed. It needs the library alone, and no vector instru
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
-from kernels.cpu import library
+from kernels.cpu import build, library
+
+logger: logging.Logger = logging.getLogger("jaxserve")
 
 _TYPES = {np.ndarray: ctypes.c_void_p, int: ctypes.c_int64, float: ctypes.c_double}
 
@@ -50,6 +54,8 @@ class _Step(ctypes.Structure):
     ]
 
 
+assert (ctypes.sizeof(_Texts), ctypes.sizeof(_Step)) == (16 * 8, 9 * 8), "suffix_search.h has the same fields"
+
 # (rows i64[n], entries i64[n], sampled i32[m, width], counts i64[n], with_outputs, proposed i32[S, most]) -> i64[<= n]: where the
 # outputs stand that were drafted from.
 Propose = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool, np.ndarray], np.ndarray]
@@ -59,12 +65,18 @@ def make(texts: Texts) -> Propose | None:
     """What indexes the tokens of a step and writes the drafts after them; None where there is no library for it."""
     found = library.find()
     if found is None:
+        _say_missing()
         return None
     assert all(x.flags.c_contiguous for x in texts if isinstance(x, np.ndarray)) and texts.places.shape[1] == 8
     fields = [x.ctypes.data if isinstance(x, np.ndarray) else x for x in texts]
     call: Any = found.jaxserve_suffix_propose
     call.restype, call.argtypes = ctypes.c_int64, (ctypes.c_void_p, ctypes.c_void_p)
     return _Call(call, texts, _Texts(*fields))
+
+
+@functools.cache
+def _say_missing() -> None:
+    logger.info("suffix decoding searches in numpy, which takes seven times as long: run `python %s`", build.__file__)
 
 
 class _Call:

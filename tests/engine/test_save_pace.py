@@ -153,9 +153,9 @@ def test_write_through_is_an_option(closed):
 
 
 def test_what_saving_costs_is_counted(engine):
-    pace = stored(engine).save_pace
-    before = pace.share, counts(engine).save_seconds
+    assert counts(engine).save_seconds == 0
     asked(engine, asks(0)[0])
-    assert before[1] == 0 < counts(engine).save_seconds < 10
+    assert 0 < counts(engine).save_seconds < 10
+    stored(engine).pace.compute_seconds = 1e3  # of a page: hits save much
     asked(engine, asks(0)[0], "b")
-    assert counts(engine).num_hit_tokens == 36 and counts(engine).hit_gain_seconds >= 0
+    assert counts(engine).num_hit_tokens == 36 and counts(engine).hit_gain_seconds > 1e3

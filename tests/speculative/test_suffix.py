@@ -10,7 +10,7 @@ from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.scheduling.sequence_rows import SequenceRows
-from jaxserve.speculative import suffix
+from jaxserve.speculative import suffix, text_index
 from jaxserve.speculative.config import SpeculativeConfig
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.speculative.suffix import Limits, SuffixDrafts
@@ -201,10 +201,17 @@ def test_outputs_of_earlier_requests_are_drafted_from_by_salt():
     assert drafts_of(own, request("g", [3, 4, 5, 6, 3, 4, 5], 2)) == [6, 3, 4], "its own tokens, prompt and output"
 
 
-def test_pairs_whose_hashes_are_alike_are_told_apart(monkeypatch):
-    """All of them in one chain: other pairs, another salt's outputs and another request's tokens. (Of C++ random texts say it.)"""
-    use_numpy(monkeypatch)
-    monkeypatch.setattr(TextIndex, "chains", lambda self, places, groups: np.zeros(len(places), np.intp))
+@pytest.mark.parametrize("search", ["numpy", "C++"])
+def test_pairs_whose_hashes_are_alike_are_told_apart(search, monkeypatch):
+    """All of them in one chain: other pairs, another salt's outputs and another request's tokens."""
+    if search == "numpy":
+        use_numpy(monkeypatch)
+        monkeypatch.setattr(TextIndex, "chains", lambda self, places, groups: np.zeros(len(places), np.intp))
+    elif library.find() is None:
+        pytest.skip("needs the library of kernels for CPUs")
+    else:
+        for module in (suffix, text_index):
+            monkeypatch.setattr(module, "SHIFT", np.uint64(63))  # two chains
     drafts = make()
     end(drafts, request("a", [1, 10, 11, 12, 13, 14], 1))
     assert drafts_of(drafts, request("b", [5, 10, 11], 1)) == [12, 13]
