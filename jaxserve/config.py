@@ -429,17 +429,13 @@ class EngineConfig:
                 option.check(name, value)
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
             check_within_budget(self.max_num_seqs, self.max_num_batched_tokens)
-        require(
-            (self.tbt_slo_ms is None) == (self.step_times is None),
-            f"tbt_slo_ms={self.tbt_slo_ms!r} and step_times={self.step_times!r} go together: "
-            "an objective, and a profile to predict steps",
-        )
+        said = "go together: an objective, and a profile to predict steps"
+        given = f"tbt_slo_ms={self.tbt_slo_ms!r} and step_times={self.step_times!r}"
+        require((self.tbt_slo_ms is None) == (self.step_times is None), f"{given} {said}")
         said = "keeps pages by the prefix cache's hashes, and enable_prefix_caching is False: leave one of them out"
         require(self.kv_store is None or self.enable_prefix_caching, f"kv_store={self.kv_store!r} {said}")
         policy = self.kv_store_write_policy
-        require(
-            policy == "auto" or self.kv_store is not None, f"kv_store_write_policy={policy!r} is of a kv_store, and there is none"
-        )
+        require(policy == "auto" or self.kv_store is not None, f"kv_store_write_policy={policy!r} is of a kv_store: give one")
         # Read now: a bad file should not wait for the weights to load.
         object.__setattr__(self, "bucket_plan", _read_plan(self.bucket_plan))
         if self.step_times is not None:

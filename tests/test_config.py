@@ -338,3 +338,9 @@ def test_the_page_of_options_is_current():
     assert write_options.FIELDS.read_text() == write_options.fields_page(), "python -m scripts.write_options writes it"
     assert write_options.ROUTES.read_text() == write_options.routes_page(), "python -m scripts.write_options writes it"
     assert write_options.METRICS.read_text() == write_options.metrics_page(), "python -m scripts.write_options writes it"
+
+
+def test_a_write_policy_needs_a_store():
+    with pytest.raises(ValueError, match="kv_store_write_policy='write_through' is of a kv_store: give one"):
+        EngineConfig(kv_store_write_policy="write_through")
+    assert EngineConfig(kv_store="host:1MiB", kv_store_write_policy="write_through").kv_store
