@@ -24,7 +24,7 @@ def before_call(context, case, kwargs):
         case.body["timeout"] = 60  # also where something else is wrong, which takes a while to be seen
     if case.meta is None or not case.meta.generation.mode.is_positive:
         return
-    if case.path == "/v1/responses/{response_id}" and not (case.query or {}).get("stream"):
+    if case.path == "/v1/responses/{response_id}" and str((case.query or {}).get("stream")).lower() not in ("true", "1"):
         (case.query or {}).pop("starting_after", None)
     if not isinstance(case.body, dict):
         return
@@ -75,7 +75,8 @@ def _repair_forms(fields: dict[str, Any]) -> None:
         fields["repetition_detection"] = patterns | {"min_pattern_size": 0}  # which is no more than the most
     form = fields.get("structured_outputs")
     if isinstance(form, dict):
-        fields.pop("allowed_token_ids", None)  # together they could forbid every token
+        for name in ("allowed_token_ids", "min_tokens"):  # with a form they could forbid every token
+            fields.pop(name, None)
         valid = {name: FORMS[name] for name, value in form.items() if value is not None and name in FORMS}
         fields["structured_outputs"] = form | valid
 

@@ -5,6 +5,7 @@ which takes 20 s, is left out. `make fuzz-api` does everything, with 100.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,9 @@ def load(folder: Path) -> LLM:
     return LLM(folder, bucket_plan=PLAN, num_pages=384, page_size=16, compilation_cache_dir="")
 
 
+TOO_HARD = "Cannot generate an array with 1 demanded elements"  # schemathesis 4.32's own words: these bodies it can't make
+
+
 def fuzz(server: Server, folder: Path, *flags: str, tested: int, **environment: str) -> None:
     """Tries so many operations; none may fail."""
     command = [Path(sys.executable).with_name("schemathesis"), "run", f"{server.url}/openapi.json", f"--max-examples={EXAMPLES}"]
@@ -44,7 +48,8 @@ def fuzz(server: Server, folder: Path, *flags: str, tested: int, **environment: 
         seeded, cwd=folder, env=os.environ | hooks | environment, capture_output=True, text=True, timeout=300 + 30 * EXAMPLES
     )
     (folder / "schemathesis.txt").write_text(done.stdout)  # all of it, for who looks for the first of many failures
-    assert done.returncode == 0, done.stdout[-6000:]
+    only_errors = "= FAILURES =" not in done.stdout and set(re.findall(r"^Schema Error\n\n(.+)$", done.stdout, re.M)) == {TOO_HARD}
+    assert done.returncode == 0 or only_errors, done.stdout[-6000:]
     assert f"Tested: {tested}\n" in done.stdout, done.stdout[-6000:]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Request
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.serving.chat import complete_chat
 from jaxserve.serving.chat_protocol import ChatMessage, ChatRequest, Tool
-from jaxserve.serving.dialects.turn import beside, chat_request
+from jaxserve.serving.dialects.turn import beside
 from jaxserve.serving.generation import Served
 from jaxserve.serving.openapi import answers
 from jaxserve.serving.protocol import check_model
@@ -34,11 +33,10 @@ class BatchChatRequest(ChatRequest):
     tool_choice: Literal["none", "auto"] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def chats(self) -> list[ChatRequest]:
-        """A request for each conversation."""
-        shared = {name: getattr(self, name) for name in self.model_fields_set if name != "messages"}
-        if self.repetition_detection is not None:
-            shared["repetition_detection"] = asdict(self.repetition_detection)  # pyright: ignore[reportArgumentType] # as it was given
-        return [chat_request(shared | {"messages": messages}) for messages in self.messages]
+        """A request for each conversation. What they share has been checked, and may not be what the client wrote any more."""
+        names = self.model_fields_set
+        shared = {name: getattr(self, name) for name in names}
+        return [ChatRequest.model_construct(names, **shared | {"messages": messages}) for messages in self.messages]
 
 
 def chat_batch_routes(app: FastAPI, served: Served) -> None:

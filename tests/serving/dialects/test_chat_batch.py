@@ -23,6 +23,11 @@ def test_patterns_end_each(server):
     assert answer["choices"][0] == ok(server.client.post("/v1/chat/completions", json=body))["choices"][0]
 
 
+def test_a_form_for_each(server):
+    answer = ok(post(server, "a", "b", structured_outputs={"choice": ["XY"]}, max_tokens=9))
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["XY", "XY"]
+
+
 def test_refusals(server):
     for change in ({"stream": True}, {"n": 2}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"messages": []}):
         (name,) = change
