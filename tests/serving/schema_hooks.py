@@ -83,7 +83,7 @@ def _repair_forms(fields: dict[str, Any]) -> None:
 
 def _repair_tools(body: dict[str, Any]) -> None:
     """Arguments are objects, a function that must be called is one of the tools, and a form beside them is a JSON schema."""
-    choice = body.get("tool_choice")
+    choice, body["tools"] = body.get("tool_choice"), body["tools"][:64]  # a form of 1,024 is too large
     if "function" in body["tools"][0]:
         body["tools"] = [tool | {"function": tool["function"] | {"parameters": SCHEMA}} for tool in body["tools"]]
         if isinstance(choice, dict):
