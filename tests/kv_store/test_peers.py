@@ -250,7 +250,7 @@ def test_what_can_not_be_had_is_named(engines):
     taken = engines()
     with pytest.raises(ValueError, match=f"a nixl tier can't listen at 127.0.0.1:{taken.port}"):
         engines(port=taken.port)
-    with pytest.raises(ValueError, match="more than the machine's memory"):
+    with pytest.raises(ValueError, match="bytes of memory that this process may use: give less"):
         PeerTier(LAYOUT, "nixl", "127.0.0.1:0", 1 << 60, MemoryTransfer("a", {}))
 
 
