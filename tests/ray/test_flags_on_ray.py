@@ -100,6 +100,7 @@ def test_no_flag_of_a_server_is_dropped_on_ray(tmp_path):
         "graph_collectives": [two, "--graph_collectives"],
         "all_reduce_backend": [two, "--all_reduce_backend=xla"],
         "kv_store": ["--kv_store=host:64MiB"],
+        "kv_store_write_policy": ["--kv_store=host:64MiB", "--kv_store_write_policy=write_through"],
         "bucket_plan": [f"--bucket_plan={ROOT / 'benchmarks' / 'buckets' / 'plan_azure_0.9.json'}"],
         "gpu_memory_utilization": ["--gpu_memory_utilization=0.5"],
         "ssl_ciphers": [f"--ssl_certfile={tmp_path / 'both.pem'}", "--ssl_ciphers=HIGH"],
