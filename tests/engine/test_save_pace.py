@@ -99,6 +99,7 @@ def num_written(engine):
     return counts(engine).tiers[0].pages_written
 
 
+@pytest.mark.slow
 def test_a_request_outside_the_share_is_not_saved(engine):
     empty(engine)
     (ask,) = wanted = asks(0)

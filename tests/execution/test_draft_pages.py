@@ -20,6 +20,7 @@ K, PAGE, P = 5, 16, 130
 HEADS = replace(CONFIG, num_kv_heads=2, sliding_windows=(None, 70))
 
 
+@pytest.mark.slow
 def test_one_plan_serves_all_drafts():
     """Of rows whose drafts, or whose windows, come past the end of a block or of a chunk, and of padding."""
     positions = np.array([577, 63, 64, 509, 512, 2045, 0, 0, 0], np.int32)

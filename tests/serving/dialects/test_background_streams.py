@@ -36,6 +36,7 @@ def followed(server, response_id: str, **query) -> list:
     return named_events(response.text)
 
 
+@pytest.mark.slow
 def test_who_leaves_comes_back_for_the_rest(client, server, tools_llm, monkeypatch):
     """By the openai client: all events come once, in order, and are those of who stays."""
     slow_down(monkeypatch, tools_llm)
