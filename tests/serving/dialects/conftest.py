@@ -1,5 +1,6 @@
 """The model of all tests of serving, with chat templates that have tools, or thinking: nothing is compiled again for them."""
 
+import openai
 import pytest
 
 from jaxserve.text.tokenizer import Tokenizer
@@ -30,3 +31,10 @@ def thinking(shared_llm, tmp_path_factory):
     with serving(OtherTokenizer(shared_llm, folder)) as server:
         yield server
         server.wait_idle()
+
+
+@pytest.fixture
+def client(server):
+    """The openai package's, of a test's server."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -5,7 +5,6 @@ import contextlib
 import json
 
 import httpx
-import openai
 import pytest
 
 from jaxserve.serving.dialects.event_log import EndedLogs, EventLog, EventsGoneError
@@ -22,12 +21,6 @@ ASK = {"model": "alphabet", "input": "a", "temperature": 0, "max_output_tokens":
 def shared(tools_llm):
     with serving(tools_llm) as server:
         yield server
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def followed(server, response_id: str, **query) -> list:

@@ -36,12 +36,6 @@ def shared(tools_llm):
         yield server
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def create(client, given: Any = "a", **body):
     return client.responses.create(model="alphabet", input=given, **{"temperature": 0, "max_output_tokens": 3} | body)
 
