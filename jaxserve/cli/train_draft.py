@@ -11,6 +11,9 @@ drafts would bring these answers, the share whose first draft is right, whose fi
 With --shared_head Medusa heads are as vLLM has them: one block each in front of the target's head, of which they use the rows of
 --draft_vocab_size tokens. They are trained several times as fast, and are small.
 
+The target's states of all answers are computed once and kept in a file meanwhile, unless they would take more than --states_gib
+(of SmolLM2-135M 4.5 KiB a token): a step is about half as much work then.
+
 --output becomes what the method's authors publish, config.json and model.safetensors. `answers.jsonl` and `checkpoints/` beside
 them are what a run that was killed goes on from, with the same command; the weights are then those of a run that was not. They may
 be deleted afterwards.
@@ -34,7 +37,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "The folder of the head, its answe
 _METHOD = flags.DEFINE_enum("method", "eagle3", ["eagle3", "medusa"], "What is trained.")
 _PROMPTS = flags.DEFINE_string("prompts", None, 'A file of prompts, {"prompt": text} a line; otherwise they are made.')
 _NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 2000, "Prompts that are made, 3,000 at most; of a file the first so many.", lower_bound=2
+    "num_prompts", 2000, "Prompts that are made, 5,000 at most; of a file the first so many.", lower_bound=2
 )
 _NUM_EVAL = flags.DEFINE_integer("num_eval", 48, "Of these, the last ones, that are not trained on.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most tokens of an answer.", lower_bound=2)
@@ -46,6 +49,9 @@ _BATCH = flags.DEFINE_integer("batch_size", 4, "Sequences of a step.", lower_bou
 _LENGTH = flags.DEFINE_integer("length", 224, "Tokens of a sequence, prompt and answer; what is longer is cut.", lower_bound=8)
 _RATE = flags.DEFINE_float("learning_rate", 1e-3, "Of Adam, after a warm-up; it falls to 0 by a cosine.")
 _SAVE = flags.DEFINE_integer("save_every", 50, "Steps between checkpoints.", lower_bound=1)
+_STATES = flags.DEFINE_float(
+    "states_gib", 16.0, "Most GiB that the target's states of all answers may take on the disk; else each step computes its own."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the prompts, the first weights and the order.")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "Of the target, and of the head's file; auto: the model's own.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
@@ -94,6 +100,7 @@ def train(answers: list[Any]) -> dict[str, Any]:
         "learning_rate",
         "save_every",
         "seed",
+        "states_gib",
     )
     given: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
     config = TrainingConfig(**given)
@@ -103,6 +110,13 @@ def train(answers: list[Any]) -> dict[str, Any]:
     known, held = answers[: -_NUM_EVAL.value], answers[-_NUM_EVAL.value :]
     trainer = DraftTrainer(target, known, config, Path(_OUTPUT.value) / "checkpoints")
     begun, losses = time.monotonic(), []
+    if trainer.step < config.steps:
+        with tqdm(desc="states", total=len(trainer.answers)) as bar:
+
+            def so_many(num: int) -> None:
+                bar.update(num - bar.n)
+
+            trainer.states.compute(so_many)
     with tqdm(desc="steps", total=config.steps, initial=trainer.step) as bar:
 
         def report(step: int, loss: float) -> None:
@@ -113,6 +127,7 @@ def train(answers: list[Any]) -> dict[str, Any]:
         trainer.train(report)
     worth = trainer.evaluate(held)
     trainer.export(_OUTPUT.value, target.final_norm.scale[...].dtype)
+    trainer.states.delete()
     shown = {"loss_at_first": losses[0], "loss_at_last": losses[-1]} if losses else {}
     seconds = {"steps_run": len(losses), "training_seconds": time.monotonic() - begun}
     return {**shown, **seconds, "shares_right": worth.shares, "accepted_length": worth.accepted_length}

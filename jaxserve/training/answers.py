@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.training.draft_trainer import Answer
+from jaxserve.training.answer_states import Answer
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM

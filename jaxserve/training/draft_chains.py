@@ -124,21 +124,32 @@ class States:
     logits: jax.Array  # f32[B, S, n]: of the token behind it, over the n tokens that the head knows
 
 
-def target_states(target: Decoder, head: Head, tokens: jax.Array) -> States:  # i32[B, S]
-    """One forward of the target, no gradient."""
+def hidden_states(target: Decoder, head: Head, tokens: jax.Array) -> jax.Array:  # i32[B, S] -> [B, S, W]
+    """Of each token what the head reads of the target, and behind that, if it is not the same, what the target's own head reads. W
+    is D for Medusa heads and 4D for EAGLE-3. One forward of the target, no gradient."""
     x, rope, inputs = target.embed(tokens), target.rope(jnp.arange(tokens.shape[1])), []
-    embedded = x
     for layer in target.layers:
         inputs.append(x)
         window = layer.sliding_window
         x, _ = layer(x, rope, lambda q, k, v, window=window: (causal_attention(q, k, v, sliding_window=window), None))
-    normed, ids = target.final_norm(x), known_ids(head)
-    read = jnp.concatenate([inputs[i] for i in head.config.hidden_layers], -1) if isinstance(head, EagleHead) else normed
+    read = [inputs[i] for i in head.config.hidden_layers] if isinstance(head, EagleHead) else []
+    return jax.lax.stop_gradient(jnp.concatenate([*read, target.final_norm(x)], -1))
+
+
+def states_of(target: Decoder, head: Head, tokens: jax.Array, hidden: jax.Array) -> States:  # i32[B, S], [B, S, W]
+    """What a head learns from of these tokens, given `hidden_states` of them."""
+    D, ids = target.config.hidden_size, known_ids(head)
+    read, normed = (hidden[..., :-D], hidden[..., -D:]) if isinstance(head, EagleHead) else (hidden, hidden)
     if ids is None:
         logits = target.logits(normed)
     else:
         logits = jnp.dot(normed, _head_kernel(target)[:, ids], preferred_element_type=jnp.float32)
-    return jax.tree.map(jax.lax.stop_gradient, States(embedded, read, logits))
+    return jax.tree.map(jax.lax.stop_gradient, States(target.embed(tokens), read, logits))
+
+
+def target_states(target: Decoder, head: Head, tokens: jax.Array) -> States:  # i32[B, S]
+    """Both in one."""
+    return states_of(target, head, tokens, hidden_states(target, head, tokens))
 
 
 def chain_logits(head: Head, states: States, num_drafts: int) -> list[jax.Array]:  # num_drafts of f32[B, S, tokens it knows]

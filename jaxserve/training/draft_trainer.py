@@ -1,6 +1,6 @@
 """Trains a head that drafts for a target on the target's own answers, and writes it as its authors publish theirs.
 
-Owns the order of the data, the optimizer, the checkpoints from which a run that was killed goes on, and the measure of what a head
+Owns the optimizer, the checkpoints from which a run that was killed goes on, and the measure of what a head
 is worth. A step depends on the seed, its number and the state before it alone, so that a resumed run gives the same weights.
 """
 
@@ -24,19 +24,13 @@ from jaxserve.models.hf_keys import tensors_of
 from jaxserve.models.medusa import key_table as medusa_keys
 from jaxserve.simulation.draft_trees import chain
 from jaxserve.training import draft_chains
+from jaxserve.training.answer_states import Answer, AnswerStates, Batch, make_batch, shuffled_batches, usable
 from jaxserve.training.draft_chains import Head
 
 METHODS = ("eagle3", "medusa")
 MAX_NORM = 1.0  # of the gradient
 WARM_UP = 0.05  # of the steps
 PROGRESS = "progress.json"
-
-
-class Answer(NamedTuple):
-    """A prompt and what the target answered, as token ids."""
-
-    prompt: list[int]
-    output: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +40,8 @@ class TrainingConfig:
     method: "eagle3" or "medusa". num_drafts: of the chains that it learns to make; of Medusa its heads. shared_head: of Medusa:
     blocks alone are trained, in front of the target's own head. draft_vocab_size: of EAGLE-3, and of Medusa with a shared head:
     tokens that it knows, the most frequent of the answers. length: tokens of a sequence, what is longer is cut.
-    save_every: steps between checkpoints.
+    save_every: steps between checkpoints. states_gib: most GiB of the disk that the target's states of all answers may take; if
+    they would take more, each step computes its own.
 
     Raises:
       ValueError: a value out of range.
@@ -62,6 +57,7 @@ class TrainingConfig:
     learning_rate: float = 1e-3
     save_every: int = 50
     seed: int = 0
+    states_gib: float = 16
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -75,14 +71,8 @@ class TrainingConfig:
             raise ValueError(f"shared_head=True is of method='medusa', and method is {self.method!r}: leave it out")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be positive")
-
-
-class Batch(NamedTuple):
-    """B sequences, padded with zeros; of arrays of numpy, or of jax in what is compiled."""
-
-    tokens: Any  # i32[B, S]
-    begins: Any  # i32[B]: where each answer begins
-    ends: Any  # i32[B]
+        if not self.states_gib >= 0:
+            raise ValueError(f"states_gib={self.states_gib} must not be negative")
 
 
 class Worth(NamedTuple):
@@ -94,24 +84,6 @@ class Worth(NamedTuple):
     def accepted_length(self) -> float:
         """Tokens of a step with a chain of drafts, on average: the drafts that stand, and one."""
         return 1 + sum(self.shares)
-
-
-def usable(answers: Sequence[Answer], length: int) -> list[Answer]:
-    """Those with two tokens or more of the answer within so many tokens, which are cut to them."""
-    return [
-        Answer(prompt, output[: length - len(prompt)])
-        for prompt, output in answers
-        if len(prompt) + 2 <= length and len(output) > 1
-    ]
-
-
-def make_batch(answers: Sequence[Answer], length: int) -> Batch:
-    tokens, begins, ends = np.zeros((len(answers), length), np.int32), [], []
-    for row, (prompt, output) in zip(tokens, answers, strict=True):
-        row[: len(prompt) + len(output)] = prompt + output
-        begins.append(len(prompt))
-        ends.append(len(prompt) + len(output))
-    return Batch(tokens, np.array(begins, np.int32), np.array(ends, np.int32))
 
 
 def frequent_tokens(answers: Sequence[Answer], vocab_size: int, size: int) -> np.ndarray:
@@ -151,7 +123,8 @@ class DraftTrainer:
       target: stays as it is.
       answers: of the target, to train on.
       config: see there.
-      folder: of checkpoints. A run that finds some of the same config there goes on from the newest.
+      folder: of checkpoints. A run that finds some of the same config there goes on from the newest. The target's states of the
+        answers are kept beside it, in a file of its name and `.states`.
 
     Raises:
       ValueError: no answer is long enough, or the checkpoints are of another config.
@@ -175,6 +148,16 @@ class DraftTrainer:
         self._moments: Any = self._optimizer.init(self.weights)
         self.step: int = 0
         self._restore()
+        self.states: AnswerStates = AnswerStates(
+            target,
+            head,
+            self.answers,
+            length=config.length,
+            batch_size=config.batch_size,
+            path=self.folder.with_name(self.folder.name + ".states"),
+            most_bytes=int(config.states_gib * 2**30),
+        )
+        self._epoch: tuple[int, np.ndarray] = (-1, np.zeros((0, 0)))
         self._update = jax.jit(self._update_function, donate_argnums=(0, 1))
 
     def _new_head(self) -> Head:
@@ -198,11 +181,13 @@ class DraftTrainer:
         """The head with its weights of now."""
         return with_leaves(self._abstract, {**self.weights, **self._fixed})
 
-    def _update_function(self, weights: Any, moments: Any, fixed: Any, target: dict[str, Any], batch: Batch) -> Any:
+    def _update_function(
+        self, weights: Any, moments: Any, fixed: Any, target: dict[str, Any], batch: Batch, hidden: jax.Array
+    ) -> Any:
         import optax
 
         head = lambda weights: with_leaves(self._abstract, {**weights, **fixed})  # noqa: E731
-        states = draft_chains.target_states(with_leaves(self.target, target), head(weights), batch.tokens)
+        states = draft_chains.states_of(with_leaves(self.target, target), head(weights), batch.tokens, hidden)
 
         def loss(weights: Any) -> jax.Array:
             return draft_chains.loss(head(weights), states, *batch, self.config.num_drafts)
@@ -211,21 +196,21 @@ class DraftTrainer:
         updates, moments = self._optimizer.update(gradient, moments, weights)
         return optax.apply_updates(weights, updates), moments, value
 
-    def _batch(self, step: int) -> Batch:
-        """Of a step: the answers in a new random order each time that all were used."""
-        n, size = len(self.answers), self.config.batch_size
-        chosen = []
-        for i in range(step * size, (step + 1) * size):
-            epoch, place = divmod(i, n)
-            chosen.append(np.random.default_rng((self.config.seed, epoch)).permutation(n)[place])
-        return make_batch([self.answers[i] for i in chosen], self.config.length)
+    def _chosen(self, step: int) -> np.ndarray:  # i64[batch_size]
+        """The answers of a step: in a new random order each time that all were used."""
+        per_epoch = max(1, len(self.answers) // self.config.batch_size)
+        epoch, place = divmod(step, per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, shuffled_batches(self.answers, self.config.batch_size, (self.config.seed, epoch))
+        return self._epoch[1][place]
 
     def train(self, report: Callable[[int, float], None] = lambda step, loss: None) -> None:
-        """Runs the steps that are left, and saves the last state. report: is told each step's number and loss."""
+        """Runs the steps that are left, and saves the last state. report: is told each step's number and loss. `states.compute`
+        before it makes steps cheaper, and changes no more than rounding."""
         leaves = named_leaves(self.target)
         while self.step < self.config.steps:
-            batch = self._batch(self.step)
-            self.weights, self._moments, loss = self._update(self.weights, self._moments, self._fixed, leaves, batch)
+            batch, hidden = self.states.batch(self._chosen(self.step))
+            self.weights, self._moments, loss = self._update(self.weights, self._moments, self._fixed, leaves, batch, hidden)
             self.step += 1
             if self.step % self.config.save_every == 0 or self.step == self.config.steps:
                 self.save()

@@ -18,6 +18,13 @@ TOPICS = (
     "football", "black holes", "gardening", "the Vikings", "whales", "chocolate", "architecture", "sleep", "wind power", "maps",
     "the human heart", "castles", "robots", "the ocean", "mathematics", "yoga", "mountains", "opera", "recycling", "dinosaurs",
     "knitting", "the Silk Road", "mushrooms", "lighthouses", "radio", "cheese", "deserts", "the violin", "earthquakes", "forests",
+    "the solar system", "cats", "horses", "swimming", "running a marathon", "the pyramids", "honey", "rice", "olive oil", "wine",
+    "clocks", "bridges", "tunnels", "aeroplanes", "submarines", "satellites", "comets", "tides", "clouds", "rainbows", "diamonds",
+    "salt", "paper", "glass", "silk", "wool", "pottery", "sculpture", "the theatre", "the piano", "dancing", "board games",
+    "puzzles", "tennis", "skiing", "sailing", "fishing", "camping", "hiking", "city parks", "museums", "libraries", "newspapers",
+    "the alphabet", "dictionaries", "translation", "public speaking", "job interviews", "saving money", "taxes", "insurance",
+    "online shopping", "e-mail", "video games", "computer programming", "artificial intelligence", "data privacy", "batteries",
+    "solar panels", "nuclear energy", "the Amazon rainforest", "coral reefs", "spiders", "butterflies", "owls", "wolves",
 )  # fmt: skip
 ABOUT_TOPICS = (
     "What is interesting about {}?", "Explain {} to a ten-year-old.", "Write a short poem about {}.",

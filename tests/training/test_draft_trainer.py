@@ -8,8 +8,9 @@ import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
 from jaxserve.models.loading import load_model
+from jaxserve.training.answer_states import Answer
 from jaxserve.training.answers import collect_answers, read_answers
-from jaxserve.training.draft_trainer import Answer, DraftTrainer, TrainingConfig, frequent_tokens, usable
+from jaxserve.training.draft_trainer import DraftTrainer, TrainingConfig, frequent_tokens
 from tests import alphabet_model
 
 CONFIG = TrainingConfig(num_drafts=3, draft_vocab_size=40, steps=60, batch_size=8, length=16, learning_rate=1e-2, save_every=20)
@@ -65,6 +66,7 @@ class Killed(Exception):
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(target, tmp_path):
     config = replace(CONFIG, steps=12, save_every=4)
     whole = DraftTrainer(target, answers(20), config, tmp_path / "whole")
+    whole.states.compute()
     whole.train()
 
     def die(step: int, loss: float) -> None:
@@ -72,7 +74,9 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(target, tmp_path):
             raise Killed
 
     with pytest.raises(Killed):
-        DraftTrainer(target, answers(20), config, tmp_path / "killed").train(die)
+        killed = DraftTrainer(target, answers(20), config, tmp_path / "killed")
+        killed.states.compute()
+        killed.train(die)
     steps: list[int] = []
     again = DraftTrainer(target, answers(20), config, tmp_path / "killed")
     assert again.step == 4
@@ -92,11 +96,6 @@ def test_the_tokens_that_a_head_knows_are_the_most_frequent():
     assert len(frequent_tokens(some, 12, 100)) == 12
 
 
-def test_answers_are_cut_and_those_too_short_left_out():
-    some = [Answer([1] * 3, [2] * 9), Answer([1] * 5, [2] * 9), Answer([1], [2]), Answer([1] * 4, [2, 3])]
-    assert usable(some, 6) == [Answer([1] * 3, [2] * 3), Answer([1] * 4, [2, 3])]
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -105,6 +104,7 @@ def test_answers_are_cut_and_those_too_short_left_out():
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"length": 5}, r"length=5 must be at least num_drafts \+ 3 = 7"),
         ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
+        ({"states_gib": -1.0}, "states_gib=-1.0 must not be negative"),
     ],
 )
 def test_values_out_of_range_are_refused(fields, message):

@@ -12,7 +12,7 @@ def test_prompts_are_of_three_kinds_and_differ():
     made = make_prompts(100, seed=1)
     assert made == make_prompts(100, seed=1) != make_prompts(100, seed=2) and len(set(made)) == 100
     assert sum("```" in prompt for prompt in made) == 25
-    assert len(set(make_prompts(3000))) == 3000
+    assert len(set(make_prompts(5000))) == 5000
     with pytest.raises(ValueError, match="num_prompts=8000 needs 4000 questions, and [0-9]+ can be made: lower it"):
         make_prompts(8000)
 
@@ -24,7 +24,7 @@ def test_code_that_is_to_be_edited_is_python():
 
 
 def test_no_prompt_is_one_of_the_benchmark_nor_has_a_text_of_its():
-    made = make_prompts(3000)
+    made = make_prompts(5000)
     assert not {*made} & {prompt for prompts in TASKS.values() for prompt in prompts}
     sentences = {sentence for text in PARAGRAPHS for sentence in re.split(r"(?<=[.;]) ", text)}
     heads = {code.splitlines()[0] for code in CODE}
