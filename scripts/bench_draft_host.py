@@ -24,19 +24,20 @@ from jaxserve.cli.common.provenance import provenance, write_json
 
 _RUNNING = flags.DEFINE_list("num_running", ["64", "256"], "Running decodes.")
 _METHODS = flags.DEFINE_list("methods", ["device", "suffix"], "Where drafts are made.")
+_PAGES = flags.DEFINE_list("page_sizes", ["64", "16"], "Tokens of a page, each a case of its own; the engine's own choice is 64.")
 _DRAFTS = flags.DEFINE_integer("num_drafts", 4, "Most drafts of a row.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("num_steps", 300, "Steps measured in each case.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
 PARTS = ("schedule", "pack", "update", "drafts")
-PROMPT_LEN, PAGE_SIZE, BUDGET, VOCAB = 200, 16, 4096, 100_000
+PROMPT_LEN, BUDGET, VOCAB = 200, 4096, 100_000
 NUM_WARM_UP, NUM_PHRASES = 20, 2000
 
 
 class Machine:
     """A scheduler with requests that decode, what an engine with drafts has beside it, and the outputs that come."""
 
-    def __init__(self, method: str, num_running: int, num_drafts: int, num_steps: int):
+    def __init__(self, method: str, num_running: int, num_drafts: int, num_steps: int, page_size: int):
         from jaxserve.batching.layout import StepLayout
         from jaxserve.batching.packer import BatchPacker
         from jaxserve.buckets.plan import BucketPlan
@@ -54,10 +55,10 @@ class Machine:
         self.rng, self.num_drafts, on_host = np.random.default_rng(2), num_drafts, method == "suffix"
         most = PROMPT_LEN + (1 + num_drafts) * (num_steps + num_drafts + 2)
         config = SchedulerConfig(max_model_len=most, max_num_seqs=num_running, max_num_batched_tokens=BUDGET)
-        pool = PagePool(num_running * -(-most // PAGE_SIZE), PAGE_SIZE, True)
+        pool = PagePool(num_running * -(-most // page_size), page_size, True)
         n, k = num_running, num_drafts
         plan = BucketPlan(decode=(n,), mixed=((BUDGET, n),), head_rows=(n, n * (1 + k)), draft=((n, k),))
-        layouts = {bucket: StepLayout(bucket, num_running, PAGE_SIZE, plan.max_head_rows, {}) for bucket in plan.buckets}
+        layouts = {bucket: StepLayout(bucket, num_running, page_size, plan.max_head_rows, {}) for bucket in plan.buckets}
         self.packer = BatchPacker(plan, layouts, num_running, EditLayout(most, vocab_size=VOCAB))
         self.lengths = DraftLengths(plan, num_running, BUDGET, num_drafts, adaptive=False, on_host=on_host)
         self.scheduler = Scheduler(config, pool, draft_lengths=self.lengths)
@@ -120,8 +121,8 @@ class Machine:
         return np.array([scheduled - begun, packed - scheduled, updated - learnt, learnt - sampled + ended - updated])
 
 
-def measure(method: str, num_running: int) -> dict[str, Any]:
-    machine = Machine(method, num_running, _DRAFTS.value, NUM_WARM_UP + _STEPS.value)
+def measure(method: str, num_running: int, page_size: int) -> dict[str, Any]:
+    machine = Machine(method, num_running, _DRAFTS.value, NUM_WARM_UP + _STEPS.value, page_size)
     for _ in range(NUM_WARM_UP):
         machine.step()
     times = [seconds for _ in range(_STEPS.value) if (seconds := machine.step()) is not None]
@@ -131,11 +132,18 @@ def measure(method: str, num_running: int) -> dict[str, Any]:
     found |= {"total_us": round(statistics.median(totals), 1), "total_min_us": round(float(totals.min()), 1)}
     found |= {"p99_us": round(float(np.percentile(totals, 99)), 1), "num_steps": len(times)}
     shares = {"drafts_a_row": stats.num_draft_tokens / (len(times) + NUM_WARM_UP) / num_running}
-    return {"method": method, "num_running": num_running, **found, **shares, "draft_summary": stats.draft_summary}
+    return {
+        "method": method,
+        "num_running": num_running,
+        "page_size": page_size,
+        **found,
+        **shares,
+        "draft_summary": stats.draft_summary,
+    }
 
 
 def main() -> None:
-    cases = [(method, int(n)) for method in _METHODS.value for n in _RUNNING.value]
+    cases = [(method, int(n), int(page)) for page in _PAGES.value for method in _METHODS.value for n in _RUNNING.value]
     results = [measure(*case) for case in tqdm(cases, leave=False, file=sys.stderr)]
     about = {"benchmark": "draft_host", "num_drafts": _DRAFTS.value, **provenance()}
     write_json(_JSON.value, {**about, "results": results})
@@ -143,9 +151,11 @@ def main() -> None:
         return
     print("us a step, medians; the least and the 99th percentile of whole steps")
     columns = (*PARTS, "total", "total_min", "p99")
-    print(f"{'drafts by':>9} {'running':>7}" + "".join(f" {name:>9}" for name in columns))
+    print(f"{'drafts by':>9} {'page':>4} {'running':>7}" + "".join(f" {name:>9}" for name in columns))
     for r in results:
-        print(f"{r['method']:>9} {r['num_running']:>7}" + "".join(f" {r[f'{name}_us']:>9.1f}" for name in columns))
+        print(
+            f"{r['method']:>9} {r['page_size']:>4} {r['num_running']:>7}" + "".join(f" {r[f'{name}_us']:>9.1f}" for name in columns)
+        )
         print(f"          {r['draft_summary']}")
 
 

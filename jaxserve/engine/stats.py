@@ -82,8 +82,8 @@ class EngineStats:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
         stop is none of it and does not count as accepted."""
         requests, accepted = [schedule.requests[i] for i in outcomes.entries.tolist()], outcomes.num_accepted
-        ended = [i for i, request in enumerate(requests) if request.finished]
-        if ended:
+        if result.finished:
+            ended = [i for i, request in enumerate(requests) if request.finished]
             accepted, num_delivered = accepted.copy(), Counter(map(id, result.requests))
             for i in ended:
                 accepted[i] = min(accepted[i], num_delivered[id(requests[i])])

@@ -132,6 +132,7 @@ class DraftLengths:
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
         self._keeps, self._ones = (1 - MEMORY) ** np.arange(num_drafts + 1), np.ones(num_drafts, np.int32)
+        self._first = np.tri(num_drafts + 1, num_drafts, -1, bool)  # of so many drafts the first n, for each n
 
     def choose(
         self,
@@ -251,11 +252,11 @@ class DraftLengths:
         if schedule.num_drafts:
             live = planned  # the host knows that all are tokens
             if not self.on_host:
-                live = ((before != NO_DRAFT) & (np.arange(self.num_drafts) < planned[:, None])).sum(1)
+                live = ((before != NO_DRAFT) & self._first.take(planned, 0)) @ self._ones
             (entries,) = (live * counted).nonzero()
             outcomes = DraftOutcomes(entries, live[entries], accepted[entries]) if len(entries) else None
         if not self.on_host:
-            new_drafts = NO_DRAFT if drafts is None else drafts[schedule.logits_rows.firsts + counts[samples] - 1]
+            new_drafts = NO_DRAFT if drafts is None else drafts.take(schedule.logits_rows.firsts + counts[samples] - 1, 0)
             self.proposed[rows[samples]] = new_drafts
         return outcomes
 
