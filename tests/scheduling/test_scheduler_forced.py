@@ -78,3 +78,25 @@ def test_requests_end_as_alone_whatever_is_forced(config, depth):
     harness.assert_solo(*requests)
     assert taken > 20
     assert config.get("num_pages") not in (12, 14) or harness.scheduler.stats().num_preemptions
+
+
+def test_a_step_is_disturbed_by_a_forced_token_an_abort_and_a_new_owner_of_a_row():
+    """What learns from a step asks each request only where this is not known to be needless."""
+    harness = Harness(depth=1)
+    forced, aborted = harness.add(5, max_tokens=20), harness.add(5, max_tokens=20)
+    for _ in range(2):
+        harness.step()
+    in_flight = harness.schedule()
+    assert harness.scheduler.is_undisturbed(in_flight)
+    harness.append_forced(forced, 6)
+    assert forced.num_forced_in_flight and not harness.scheduler.is_undisturbed(in_flight)
+    for _ in range(2):
+        harness.update()
+    assert not forced.num_forced_in_flight
+    in_flight = harness.schedule()
+    assert harness.scheduler.is_undisturbed(in_flight)
+    harness.scheduler.abort([aborted.request_id])
+    assert not harness.scheduler.is_undisturbed(in_flight)
+    harness.add(5, max_tokens=20)
+    harness.schedule()
+    assert not harness.scheduler.is_undisturbed(in_flight), "its row has an owner again, another one"

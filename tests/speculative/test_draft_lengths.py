@@ -259,6 +259,24 @@ def test_cut_drafts_are_not_refused_ones(why):
     assert (lengths.proposed[rows] == drafts[[0, 3]]).all()
 
 
+def test_of_a_step_that_nothing_disturbed_no_request_is_asked():
+    """The same is learnt of it, and here of a request that would have been left out, had it been asked."""
+    found = []
+    for undisturbed in (False, True):
+        lengths, rows = DraftLengths(PLAN, 8, 64, K), np.array([3, 5])
+        lengths.proposed[:] = 7
+        step = schedule(rows, np.array([2, 2]))
+        tokens, drafts = np.full((2, 1 + K), 8, np.int32), np.arange(6 * K, dtype=np.int32).reshape(6, K)
+        outcomes = lengths.take_tokens(step, tokens, np.ones(2, np.int32), drafts, undisturbed)
+        found.append([lengths.rates.tolist(), *(x.tolist() for x in outcomes or ())])
+        step.requests[0].num_forced_in_flight = 1
+        again = DraftLengths(PLAN, 8, 64, K)
+        again.proposed[:] = 7
+        outcomes = again.take_tokens(step, tokens, np.ones(2, np.int32), drafts, undisturbed)
+        assert outcomes is not None and outcomes.entries.tolist() == ([0, 1] if undisturbed else [1])
+    assert found[0] == found[1]
+
+
 def test_rows_that_leave_do_not_end_a_rest_before_they_have_another_bucket():
     """A batch ends row by row: heads that have found that drafts don't pay need not find it again at each."""
     machine = Machine([0.02] * 8, 0.02, drafting=0.2, by_model=True)
