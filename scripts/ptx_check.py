@@ -1,7 +1,7 @@
 """Runs the PTX of our kernels on a CPU, without a GPU: their cases, in several schedules, against float64.
 
     make ptx-check                                              every case, 5 schedules
-    python -m scripts.ptx_check --cases=few                     thirteen cases, 2 schedules: 1.5 minutes of a core
+    python -m scripts.ptx_check --cases=few                     thirteen cases: a minute of a core
     python -m scripts.ptx_check --cases=gpu-mixed-8b --seeds=8
     python -m scripts.ptx_check --cases=agreements              no case: programs whose outputs must be equal in every bit
     python -m scripts.ptx_check --target=a100                   the portable kernels, as they are for sm_80
@@ -98,7 +98,7 @@ def check_cases(compiler: Any, report: Report) -> dict[str, Any]:
     few, all_cases, alone = (_CASES.value == [name] for name in ("few", "all", "agreements"))
     coverage = Coverage()
     for program in programs(compiler, names=None if all_cases else _CASES.value):
-        check_program(program, _SEEDS.value or (2 if few else 5), coverage, report)
+        check_program(program, _SEEDS.value or (2 if few else 5), coverage, report, by_turns=few)
     lines = show_coverage(coverage, demanded=all_cases, report=report)
     agreed = check_agreements(compiler, few=few, report=report) if few or all_cases or alone else []
     return {"programs": report.programs, "coverage": lines, "equal_bits": agreed}
@@ -118,7 +118,7 @@ def main() -> None:
     if set(_CASES.value) - sets - {*names} or len(_CASES.value) > 1 and sets & set(_CASES.value):
         raise app.UsageError(f"--cases={','.join(_CASES.value)}: must be {', '.join(sorted(sets))}, or of {', '.join(names)}")
     start, report = time.perf_counter(), Report(_TARGET.value, Log(_LOG.value))
-    compiler = Compiler(_TARGET.value)
+    compiler = Compiler(_TARGET.value, disassembles=False)  # PTX is all that is read
     try:
         kernels = KernelCompiler(compiler)
         result = {"mutations": check_mutations(kernels, report)} if _MUTATIONS.value else check_cases(kernels, report)

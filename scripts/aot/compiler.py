@@ -90,9 +90,9 @@ def compilers() -> dict[str, str]:
     }
 
 
-def make_noting_cuda(root: Path, log: Path) -> None:
+def make_noting_cuda(root: Path, log: Path, *, disassembles: bool = True) -> None:
     """A CUDA folder whose ptxas writes the `-v` output of every call to a file of `log`, what it was
-    given beside it, and is otherwise the real one."""
+    given beside it, and is otherwise the real one. disassembles: if not, its nvdisasm says nothing."""
     real = find_cuda()
     (root / "bin").mkdir(parents=True)
     log.mkdir(parents=True)
@@ -102,9 +102,12 @@ def make_noting_cuda(root: Path, log: Path) -> None:
             (root / "bin" / tool).symlink_to(real / "bin" / tool)
     if not (real / "bin/nvdisasm").exists():
         raise FileNotFoundError(f"no nvdisasm in {real / 'bin'}, which Mosaic calls: run `make setup-aot`")
-    (root / "bin/nvdisasm").symlink_to(real / "bin/nvdisasm")
-    ptxas = root / "bin/ptxas"
-    ptxas.write_text(
+    if disassembles:
+        (root / "bin/nvdisasm").symlink_to(real / "bin/nvdisasm")
+    else:
+        _write_script(root / "bin/nvdisasm", "#!/bin/sh\n")
+    _write_script(
+        root / "bin/ptxas",
         "#!/bin/bash\n"
         f"real='{real}/bin/ptxas'\n"
         'case "$1" in -*) exec "$real" "$@" ;; esac\n'  # asked for its version
@@ -114,16 +117,28 @@ def make_noting_cuda(root: Path, log: Path) -> None:
         "status=$?\n"
         'cat "$note" >&2\n'
         'mv "$note" "$note.log"\n'
-        "exit $status\n"
+        "exit $status\n",
     )
-    ptxas.chmod(0o755)
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 class Compiler:
     """Compiles for one target, or for `num_devices` such that are joined by NVLink, in `num_stages` groups of as many; everything
-    it dumps lies in `folder`, which outlives it."""
+    it dumps lies in `folder`, which outlives it. disassembles: whether Mosaic's machine code is dumped as text too."""
 
-    def __init__(self, target: str = "h100", folder: Path | None = None, num_devices: int = 1, num_stages: int = 1):
+    def __init__(
+        self,
+        target: str = "h100",
+        folder: Path | None = None,
+        num_devices: int = 1,
+        num_stages: int = 1,
+        *,
+        disassembles: bool = True,
+    ):
         if target not in TARGETS:
             raise ValueError(f"{target=} must be one of {', '.join(TARGETS)}")
         self.target = target
@@ -131,7 +146,7 @@ class Compiler:
         self.num_stages = num_stages
         self.folder = folder or Path(tempfile.mkdtemp(prefix="jaxserve-aot-"))
         self.mosaic_kernels: list[Kernel] = []  # of all programs so far: a kernel is compiled once a process
-        make_noting_cuda(self.folder / "cuda", self.folder / "ptxas")
+        make_noting_cuda(self.folder / "cuda", self.folder / "ptxas", disassembles=disassembles)
         self.mosaic = self.folder / "mosaic"
         self.mosaic.mkdir()
         self._read: set[Path] = set()

@@ -31,13 +31,14 @@ class Report:
         print(f"FAULT {text}", flush=True)
 
 
-def check_program(program: Any, seeds: int, coverage: Any, report: Report) -> None:
-    """Every batch of a program in every schedule. What the report's log has of the same PTX is not run again."""
+def check_program(program: Any, seeds: int, coverage: Any, report: Report, *, by_turns: bool = False) -> None:
+    """Every batch of a program in so many schedules. by_turns: but for the first one each in one of these alone, the next one each
+    time. What the report's log has of the same PTX is not run again."""
     before, ran = len(report.faults), []
-    for run in program.runs:
-        outputs = set()
-        for seed in range(seeds):
-            entry = _entry(program, run, seed, report)
+    for i, run in enumerate(program.runs):
+        outputs, chosen = set(), [i % seeds] if by_turns and i else range(seeds)
+        for seed in chosen:
+            entry = _entry(program, run, seed, report, looks=seed == chosen[0])
             ran.append(entry)
             for fault in entry["faults"]:
                 report.fault(fault)
@@ -52,17 +53,24 @@ def check_program(program: Any, seeds: int, coverage: Any, report: Report) -> No
     seconds, faults = sum(entry["seconds"] for entry in ran), len(report.faults) - before
     targets = sorted({entry["target"] for entry in ran})
     where = f" (the same PTX, for {', '.join(targets)})" if targets != [report.target] else ""
-    print(
-        f"{program.name}: {len(program.runs)} batches, {seeds} schedules each: {faults} faults; {seconds:.1f} s{where}", flush=True
-    )
-    result = {"name": program.name, "batches": [run.name for run in program.runs], "seeds": seeds, "faults": faults}
+    how = f"{len(ran)} runs" if by_turns else f"{seeds} schedules each"
+    print(f"{program.name}: {len(program.runs)} batches, {how}: {faults} faults; {seconds:.1f} s{where}", flush=True)
+    result = {"name": program.name, "batches": [run.name for run in program.runs], "seeds": seeds, "by_turns": by_turns}
+    result |= {"faults": faults}
     report.programs.append({**result, "ptx": digest_of(program.kernels), "ran_for": targets, "seconds": round(seconds, 1)})
 
 
-def _entry(program: Any, run: Any, seed: int, report: Report) -> dict[str, Any]:
+def _entry(program: Any, run: Any, seed: int, report: Report, *, looks: bool) -> dict[str, Any]:
     """One batch in one schedule: what is wrong, a hash of the output (None: it came to no end), the lines of each kernel that ran.
-    Values are looked at in the first schedule: others must have the same bits."""
-    what = [batch_makers(), interpreter(_ASIDE), digest_of(program.kernels), run.name, seed]
+    looks: at values, which is done in a batch's first schedule: others must have the same bits."""
+    what = [
+        batch_makers(),
+        interpreter(_ASIDE),
+        digest_of(program.kernels),
+        run.name,
+        seed,
+        *(["values"] if looks and seed else []),
+    ]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     if (entry := report.log.find(key)) is not None:
         return entry
@@ -72,7 +80,7 @@ def _entry(program: Any, run: Any, seed: int, report: Report) -> dict[str, Any]:
     except PtxError as error:
         faults = [f"{run.name}: {error}"]
     else:
-        faults, output = run.faults(out) if seed == 0 else [], hashlib.sha256(out.tobytes()).hexdigest()
+        faults, output = run.faults(out) if looks else [], hashlib.sha256(out.tobytes()).hexdigest()
         lines = {kernel: _packed(reached) for kernel, reached in covered.items()}
     seconds = round(time.perf_counter() - start, 2)
     noted = {"batch": run.name, "seed": seed, "target": report.target, "faults": faults, "output": output, "lines": lines}
