@@ -30,6 +30,7 @@ from jaxserve.moved import forward
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured.constraints import check_start
 from jaxserve.structured.grammars import Grammar, GrammarCompiler, outcome
 from jaxserve.text.prompts import (
     TokenizedPrompt,
@@ -395,7 +396,9 @@ class LLM:
         for i, grammar in grammars.items():  # all of them compile by now
             self._step_until(grammar)
             try:
-                outcome(grammar)
+                compiled = outcome(grammar)
+                if i in requests:
+                    check_start(requests[i][0], compiled, self.engine.config.model.vocab_size)
             except ValueError as error:
                 errors[i] = str(error)
         if errors and on_error == "raise":

@@ -176,6 +176,7 @@ class EngineOutput:
 
     logprobs: {token id: Logprob} for each new token, the sampled token first; None unless asked for.
     finish_reason, stop_reason: as CompletionOutput's; None while it runs.
+    mistake: with finish_reason "error", where the request's own parameters are to blame.
     """
 
     request: Request
@@ -183,6 +184,7 @@ class EngineOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    mistake: ValueError | None = None
 
     @property
     def finished(self) -> bool:

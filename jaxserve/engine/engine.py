@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.config import EngineConfig
-from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority
+from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority, check_score_from
 from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.description import EngineDescription, describe
 from jaxserve.engine.drafting import Draft, make_drafting
@@ -44,6 +44,7 @@ from jaxserve.models.shards import ShardedModel
 from jaxserve.outputs import RequestMetrics
 from jaxserve.qualification.qualify import Qualification
 from jaxserve.request import EngineOutput, Request, RequestStatus
+from jaxserve.sampling.nothing_allowed import check_something
 from jaxserve.sampling.prompt_scores import scores_of
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.bubbles import Bubbles
@@ -221,11 +222,10 @@ class Engine:
         if priority and self.config.scheduler.order != "priority":
             raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
         requests = samples_of(request_id, prompt_token_ids, params, self.eos_token_ids, priority, cache_salt)
+        check_something(requests[0], self.config.model.vocab_size)
+        check_score_from(score_from, len(prompt_token_ids))
         for request in requests:
             request.max_total_tokens = self.scheduler.check(request)
-        if score_from is not None and not 1 <= score_from <= len(prompt_token_ids):
-            raise ValueError(f"{score_from=} must be in [1, {len(prompt_token_ids)}], the prompt's length")
-        for request in requests:
             request.prompt_scores = scores_of(request, score_from)
         return requests
 

@@ -16,6 +16,7 @@ from jaxserve.engine.live_requests import LiveRequests
 from jaxserve.engine.stats import EngineStats
 from jaxserve.outputs import Logprob
 from jaxserve.request import EngineOutput, Request
+from jaxserve.sampling.nothing_allowed import NothingAllowedError
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.structured.constraints import Constraints
@@ -59,6 +60,10 @@ class GrammarFollower:
     def masks(self, schedule: Schedule, proposed: np.ndarray | None) -> np.ndarray:
         """As `Constraints.masks`; the outputs of all steps before must have been given to `follow`."""
         return self._constraints.masks(schedule, proposed)
+
+    def why_nothing(self, request: Request) -> NothingAllowedError | None:
+        """The error of a request whose parameters and grammar let no token follow its output; None where they do."""
+        return self._constraints.why_nothing(request)
 
     def follow(self, outputs: list[EngineOutput], in_hand: Schedule | None) -> list[EngineOutput]:
         """Takes what a step sampled into the grammars. A request whose grammar has ended ends too, and its output says so. Tokens

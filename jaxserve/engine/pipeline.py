@@ -26,7 +26,6 @@ from jaxserve.execution.programs import RestBody, RestHead
 from jaxserve.execution.runner import StepHandle
 from jaxserve.execution.stage_clock import StageClock
 from jaxserve.request import EngineOutput, Request
-from jaxserve.sampling.edit_rows import ALL_EDITS, kinds_of
 from jaxserve.sampling.prompt_scores import ScoreSpan, deliver, pack_spans, spans_of
 from jaxserve.sampling.rows import SampledRows
 from jaxserve.scheduling.schedule import Schedule
@@ -209,22 +208,26 @@ class StepPipeline:
                     self.stored.end(output.request)
 
     def _fail_bad_rows(self, schedule: Schedule, sampled: SampledRows) -> list[EngineOutput]:
-        """Requests whose logits are not numbers end with finish_reason "error"; the others go on."""
+        """Requests whose logits are not numbers, or whose parameters forbid every token, end with finish_reason "error"; the others
+        go on."""
         outputs = []
         for request, row in schedule.logits_rows.by_request(schedule):  # a bad row behind a draft only refused it
             if request.finished or not sampled.bad_logits[row]:
                 continue
-            self.stats.bad_rows += 1
-            message = (
-                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; "
-                "check the weights, or use a wider dtype"
-            )
-            if kinds_of(request.params) & ALL_EDITS or request.params.min_tokens or request in self.grammars:
-                message += ", or allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token"
-            logger.error("request %s: %s", request.request_id, message)
-            if self.stored is not None:
-                self.stored.forget(request.hash_chain[1:])
+            mistake = self.grammars.why_nothing(request)
+            message = str(mistake) if mistake is not None else self._bad_logits(request)
             self.scheduler.finish(request, "error", message)
-            outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message))
+            outputs.append(EngineOutput(request, [], finish_reason="error", stop_reason=message, mistake=mistake))
             self.requests.end(request)
         return outputs
+
+    def _bad_logits(self, request: Request) -> str:
+        """What is said of a request whose logits are not numbers. Its pages are nobody else's."""
+        self.stats.bad_rows += 1
+        message = (
+            f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens; check the weights, or use a wider dtype"
+        )
+        logger.error("request %s: %s", request.request_id, message)
+        if self.stored is not None:
+            self.stored.forget(request.hash_chain[1:])
+        return message

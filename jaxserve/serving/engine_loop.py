@@ -21,6 +21,7 @@ from jaxserve.execution.compilation import compile_counts
 from jaxserve.hosts.pulse import HostLostError
 from jaxserve.outputs import RequestOutput, WeightVersionSpan
 from jaxserve.request import EngineOutput, Request
+from jaxserve.sampling.nothing_allowed import NothingAllowedError
 from jaxserve.scheduling.schedule import SchedulerStats
 from jaxserve.serving.interfaces import ServedEngine
 from jaxserve.serving.messages import (
@@ -47,7 +48,8 @@ from jaxserve.serving.messages import (
     Stop,
     UnavailableError,
 )
-from jaxserve.structured.grammars import CompilerBusyError, Grammar, GrammarCompiler, GrammarError
+from jaxserve.structured.constraints import check_start
+from jaxserve.structured.grammars import CompilerBusyError, Grammar, GrammarCompiler, GrammarError, outcome
 from jaxserve.text.text_outputs import TextOutputs
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -245,21 +247,21 @@ class EngineLoop:
             grammar.add_done_callback(lambda _: self.send(compiled))  # lives as long as the grammar, so it holds no prompt
 
     def _settle(self, request_id: str) -> None:
-        """Accepts a request whose grammar is done, or refuses it if that failed. Does nothing the second time."""
+        """Accepts a request whose grammar is done, or refuses it if that failed or can't begin. Does nothing the second time."""
         grammar = self._compiling.pop(request_id, None)
         if grammar is None:
             return
-        error = grammar.exception()
-        if error is None:
+        try:
+            check_start(self._open[request_id].request, outcome(grammar), self.engine.config.model.vocab_size)
+        except Exception as error:
+            known = isinstance(error, GrammarError | NothingAllowedError)
+            self._fail(request_id, error.with_traceback(None) if known else FailedError(f"the grammar was not compiled: {error!r}"))
+        else:
             self._events.append(Accepted(request_id))
-            return
+
+    def _fail(self, request_id: str, error: Exception) -> None:
         self._abort([request_id])
-        known = (
-            GrammarError(str(error))
-            if isinstance(error, GrammarError)
-            else FailedError(f"the grammar could not be compiled: {error!r}")
-        )
-        self._events.append(Failed(request_id, known))
+        self._events.append(Failed(request_id, error))
 
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort(request_ids)
@@ -288,13 +290,16 @@ class EngineLoop:
             self._settle(request_id)  # the engine may learn that a grammar is compiled before this loop does
             if request_id not in self._open:
                 continue
+            mistakes = [output.mistake for output in its_outputs if output.mistake is not None]
+            if mistakes:
+                self._fail(request_id, mistakes[0])
+                continue
             try:
                 for output in self._texts.process(its_outputs):
                     self._add_deltas(output)
             except Exception as error:  # fails this request alone
                 logger.exception("request %s: its output could not be processed", request_id)
-                self._abort([request_id])
-                self._events.append(Failed(request_id, FailedError(f"the output could not be processed: {error!r}")))
+                self._fail(request_id, FailedError(f"the output could not be processed: {error!r}"))
 
     def _on_failed_step(self, error: Exception, before: SchedulerStats) -> None:
         logger.exception("a step failed; %d requests end with it", len(self._open), exc_info=error)
@@ -317,9 +322,8 @@ class EngineLoop:
             self._fail_all(FailedError, why)
 
     def _fail_all(self, kind: type[RequestError], message: str) -> None:
-        request_ids = list(self._open)
-        self._abort(request_ids)
-        self._events += [Failed(request_id, kind(message)) for request_id in request_ids]
+        for request_id in list(self._open):
+            self._fail(request_id, kind(message))
 
     def _add_deltas(self, output: RequestOutput) -> None:
         """Adds a Delta for each sample of a request that has new tokens or has ended."""

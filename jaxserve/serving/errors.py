@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
+from jaxserve.sampling.nothing_allowed import NothingAllowedError
 from jaxserve.serving.dialects.anthropic_forms import MessagesError, MessagesErrorDetail
 from jaxserve.serving.messages import DeadlineError, FailedError, QueueFullError, UnavailableError
 from jaxserve.serving.responses import Error, ErrorResponse, encode
@@ -64,9 +65,16 @@ def checking(form_field: str = "structured_outputs") -> Iterator[None]:
     except GrammarError as error:
         message = str(error).removeprefix("structured_outputs: ")
         raise RefusedError(f"{form_field}: {message}", param=form_field) from error
+    except NothingAllowedError as error:
+        raise _nothing_allowed(error, form_field) from error
     except (ValueError, NotImplementedError) as error:
         named = re.match(r"([a-z_]+)[=:]", str(error))
         raise RefusedError(str(error), param=named[1] if named else None) from error
+
+
+def _nothing_allowed(error: NothingAllowedError, form_field: str) -> RefusedError:
+    """The request's own parameters forbid every token; its form has the name that the request gave it."""
+    return RefusedError(str(error).replace("structured_outputs", form_field), param=error.names[0])
 
 
 def error_of(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorResponse:
@@ -112,6 +120,8 @@ def response_to(scope: Scope, error: Exception) -> Response:
 
 def describe(error: Exception) -> tuple[int, ErrorResponse, dict[str, str]]:
     """(status, body, headers) of the answer to an exception."""
+    if isinstance(error, NothingAllowedError):  # after the first token: which field gave the form is not known here
+        error = _nothing_allowed(error, "structured_outputs (or response_format, or tools)")
     message = str(error)
     if isinstance(error, RefusedError):
         return error.status, error_of(error.status, message, param=error.param, code=error.code), {}

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.sampling.edit_rows import ALLOWED, BAD_WORDS, kinds_of
+from jaxserve.sampling import nothing_allowed
+from jaxserve.sampling.nothing_allowed import NothingAllowedError, forbids
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.structured.grammars import Grammar, GrammarError, outcome
 from jaxserve.structured.masks import GrammarState, MaskFiller
@@ -93,9 +94,13 @@ class Constraints:
     def _state(self, request: Request) -> GrammarState:
         if request not in self._states:
             # Where other parameters forbid tokens too, none is forced: together they could leave no token.
-            forbids = bool(kinds_of(request.params) & (ALLOWED | BAD_WORDS)) or request.params.min_tokens > 0
-            self._states[request] = GrammarState(self._grammars.pop(request), forces=not forbids)
+            self._states[request] = GrammarState(self._grammars.pop(request), forces=not forbids(request.params))
         return self._states[request]
+
+    def why_nothing(self, request: Request) -> NothingAllowedError | None:
+        """As nothing_allowed's, with the request's grammar where it has one; `advance` must have been given all of its output."""
+        mask = self._state(request).mask() if request in self else None
+        return nothing_allowed.why_nothing(request, self._vocab_size, mask)
 
     def advance(self, request: Request, token_ids: Sequence[int]) -> GrammarState:
         """Advances the request's state by these output tokens, and returns the state, which may have an error."""
@@ -113,3 +118,9 @@ class Constraints:
         """Forgets all requests."""
         for held in (self._states, self._grammars, self._compiling):
             held.clear()
+
+
+def check_start(request: Request, grammar: Grammar, vocab_size: int) -> None:
+    """Raises NothingAllowedError for a request whose other parameters forbid every token with which its form can begin."""
+    if forbids(request.params):
+        nothing_allowed.check_something(request, vocab_size, GrammarState(grammar, forces=False).mask())

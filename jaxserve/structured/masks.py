@@ -46,6 +46,10 @@ class GrammarState:
         self.forced = self._forced()
         return accepted
 
+    def mask(self) -> np.ndarray:  # i32[ceil(V / 32)]
+        """The tokens that the grammar allows next, as `MaskFiller.fill` writes them."""
+        return np.frombuffer(self.matcher.compute_bitmask(), np.int32)
+
     def copy(self) -> GrammarState:
         """An equal state, which then advances independently of this one."""
         other = copy.copy(self)

@@ -66,11 +66,30 @@ def test_bias_allowed_ids_and_penalties(llm):
     assert text_of(llm, "bcd a", repetition_penalty=50.0)[0] not in "bcda ", "the prompt's tokens count"
 
 
-def test_nothing_left_to_sample_ends_one_request(llm):
+def test_nothing_left_to_sample_is_refused(llm):
     params = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]], max_tokens=4)
+    with pytest.raises(ValueError, match="prompt 0: allowed_token_ids and bad_words together forbid every token at the beginning"):
+        llm.generate(["a", "a"], [params, SamplingParams()], use_tqdm=False)
+    good = SamplingParams(temperature=0, max_tokens=4)
+    bad, other = llm.generate(["a", "a"], [params, good], use_tqdm=False, on_error="return")
+    assert bad.outputs[0].finish_reason == "error" and "together forbid every token" in str(bad.outputs[0].stop_reason)
+    assert other.outputs[0].text == "bcde"
+
+
+def test_nothing_left_after_some_tokens_ends_one_request(llm):
+    params = SamplingParams(allowed_token_ids=ids("b"), bad_words=["bb"], max_tokens=4)
     bad, good = llm.generate(["a", "a"], [params, SamplingParams(temperature=0, max_tokens=4)], use_tqdm=False)
-    assert bad.outputs[0].finish_reason == "error"
-    assert "allowed_token_ids, bad words, min_tokens and structured_outputs together forbid every token" in str(
-        bad.outputs[0].stop_reason
-    )
+    assert bad.outputs[0].finish_reason == "error" and bad.outputs[0].text == "b" and llm.engine.stats.bad_rows == 0
+    assert "together forbid every token after 1 tokens of the output" in str(bad.outputs[0].stop_reason)
     assert good.outputs[0].text == "bcde"
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+def test_a_form_that_cannot_begin_is_refused(llm, on_error):
+    params = SamplingParams(structured_outputs={"choice": ["yes"]}, allowed_token_ids=ids("es"))
+    if on_error == "raise":
+        with pytest.raises(ValueError, match="allowed_token_ids and structured_outputs together .* token ids 121 could follow"):
+            llm.generate("a", params, use_tqdm=False)
+        return
+    (output,) = llm.generate("a", params, use_tqdm=False, on_error="return")
+    assert output.outputs[0].finish_reason == "error" and "could follow" in str(output.outputs[0].stop_reason)
