@@ -17,7 +17,7 @@ Rotary write (`kernels.rotary_write`):
 Fused matmul (`kernels.fused_matmul`):
     lacks(*, depth, num_columns, gated, dtype) -> str | None: what the backend or the device can't do.
     matmul(x, w, scale, bias, residual, *, eps, gated) -> [T, F], or [T, F / 2]. Takes transposed and dtype too where the row says
-        `any_layout`.
+        `any_layout`, and num_rows where it says `skips_padding`.
 
 Grouped matmul (`kernels.grouped_matmul`):
     lacks(w) -> str | None: what these weights [E, D, F] or the device lack.
@@ -61,6 +61,7 @@ class Backend:
     fixed_tiles: bool = False  # whether plan_work takes fixed_tiles=True: of one size for every shape of a step
     fuses_gate: bool = False  # whether matmul takes gated=True
     any_layout: bool = False  # whether matmul takes transposed=True and dtype=
+    skips_padding: bool = False  # whether matmul takes num_rows=: rows from there on are not computed
     adds_residuals: bool = False  # whether additions to the residual stream are always its own too
     row_exact: bool = False  # whether a row's bits depend on the row alone, whatever the shapes that a program is compiled for
     lays_out: bool = False  # whether a batch's layout is the module's own, in place of the one that all share
@@ -159,6 +160,7 @@ FUSED_MATMUL = Backends(
         automatic=True,
         platforms=("cpu",),
         any_layout=True,
+        skips_padding=True,
         adds_residuals=True,
         row_exact=True,
         for_host=True,

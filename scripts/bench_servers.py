@@ -6,7 +6,7 @@ scripts/bench_vllm_cpu.py says how to make vLLM's environment. Both servers run 
 without a prefix cache; a turn loads one of them with `vllm bench serve`, while the other is idle. The client takes part of the same
 cores, from both alike. Prompts are random texts, the same for both in a round, and every answer has its full length. Printed are
 medians of the rounds, and ours over theirs: of requests a second more is better, of TTFT and TPOT less. It takes 7 minutes on two
-cores.
+cores. With --tiny the model takes so little that the servers themselves are compared.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from pathlib import Path
 from absl import app, flags
 
 from jaxserve.cli.common.command import run_command
+from scripts.bench import tiny_checkpoint
 from scripts.bench.server_turns import FIGURES, num_prompts, row, table
 
 _VLLM = flags.DEFINE_string("vllm", None, "A Python with vllm-cpu (see scripts/bench_vllm_cpu.py).", required=True)
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder or a GGUF file; by default the demo's model.")
+_TINY = flags.DEFINE_bool(
+    "tiny", False, "Serve four layers of random weights with the model's tokenizer (bench/tiny_checkpoint.py)."
+)
 _STREAMS = flags.DEFINE_list("streams", ["1", "8", "64"], "Requests at a time, one row of the table each.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each server in each row.", lower_bound=1)
 _INPUT_LEN = flags.DEFINE_integer("input_len", 64, "Tokens of a prompt.", lower_bound=1)
@@ -102,6 +106,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = huggingface_folder(_MODEL.value or str(fetch()), folder)
+        if _TINY.value:
+            model = tiny_checkpoint.save_with_tokenizer(folder / "tiny", model)
         both = server_flags(max(all_streams))
         ours = stack.enter_context(
             server_process("jaxserve.cli.serve", f"--model={model}", *both, "--noaccess_log", "--warm_up=all")

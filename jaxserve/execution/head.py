@@ -48,8 +48,9 @@ def head(
     read."""
     weights = weights[: len(functions.head_indices)]
     seq_rows, asked = inputs.seq_rows[:num_rows], sampler.unpack_rows(inputs.sampling[:num_rows])
-    logits = _logits(functions, weights, inputs.hidden[:num_rows])
     assert rows.last_tokens is not None and rows.history is not None and rows.edits is not None  # a last stage's
+    num_real = (seq_rows < len(rows.last_tokens)).sum(dtype=jnp.int32)
+    logits = _logits(functions, weights, inputs.hidden[:num_rows], num_real)
     edit = _edit(functions, seq_rows, asked, rows.edits, rows.history)
     given = logit_edits.given_ids(asked.edits, seq_rows, rows.edits)
     sampled = _sample(logits, asked, max_logprobs, masks, edit, given=given, map_rows=functions.map_rows, shard=functions.shard)
@@ -83,7 +84,7 @@ def drafting_head(
         where = jnp.where(is_draft & (tokens != NO_DRAFT), seq_rows, num_seqs)
         history = logit_edits.remember(rows.history, where, asked.position - 1, tokens)
     hidden = inputs.hidden[:num_rows]
-    logits = _logits(functions, weights, hidden)
+    logits = _logits(functions, weights, hidden, (seq_rows < num_seqs).sum(dtype=jnp.int32))
     draw = None
     if acceptance == "rejection":
         proposal = None if state.probs is None else verify.probs_after(is_draft, seq_rows, state.probs)
@@ -108,11 +109,17 @@ def drafting_head(
     return rows, jnp.concatenate([sampler.pack_sampled(sampled, delivered), drafts], axis=1)
 
 
-def _logits(functions: ModelFunctions, weights: Sequence[jax.Array], hidden: jax.Array) -> jax.Array:  # f32[rows, V]
+def _logits(
+    functions: ModelFunctions,
+    weights: Sequence[jax.Array],
+    hidden: jax.Array,  # [rows, D]
+    num_real: jax.Array,  # i32[]: rows from here on are padding
+) -> jax.Array:  # f32[rows, V]
     """Of several devices each has its part of the vocabulary, and -inf past its end."""
     model, shard = functions.module(functions.head_indices, weights), functions.shard
     map_rows = whole if functions.is_row_exact else functions.map_rows
-    logits = map_rows(lambda x: model.normed_logits(x, functions.kernels.fused), hidden)
+    fused = functions.kernels.fused_of(num_real, map_rows)
+    logits = map_rows(lambda x: model.normed_logits(x, fused), hidden)
     return scoring.mask_past_end(logits, functions.model_config.vocab_size, shard)
 
 

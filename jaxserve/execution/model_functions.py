@@ -64,6 +64,14 @@ class LayerKernels:
         residuals = self.fuse_residuals or row.adds_residuals
         return Fused(functools.partial(fused_matmul, backend=self.matmul), residuals, row.any_layout)
 
+    def fused_of(self, num_rows: jax.Array, map_rows: MapRows) -> Fused | None:
+        """The same for rows of which those from num_rows on are padding. Tiles have rows of their own; so have groups of devices,
+        which are counted one by one (i32[groups])."""
+        fused = self.fused
+        if fused is None or map_rows is not whole or num_rows.ndim:
+            return fused
+        return fused._replace(matmul=functools.partial(fused.matmul, num_rows=num_rows))
+
 
 class ModelFunctions:
     """A Flax module taken apart once: its weights as a flat list, and what runs with such lists.
@@ -165,15 +173,16 @@ class ModelFunctions:
                 layer = nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
                 attend = functools.partial(attend_paged, layer.sliding_window, kv, context)
                 heads = functools.partial(_attend_heads, kernels.rotary, layer.sliding_window, kv, context)
+                map_rows = self.layer_rows(context.backend, sparse=not isinstance(layer.mlp, SwiGLU))
                 return layer(
                     x,
                     rope,
                     attend,
                     num_tokens=context.num_tokens,
                     moe_backend=kernels.moe,
-                    map_rows=self.layer_rows(context.backend, sparse=not isinstance(layer.mlp, SwiGLU)),
+                    map_rows=map_rows,
                     shard=self.shard,
-                    fused=kernels.fused,
+                    fused=kernels.fused_of(context.num_tokens, map_rows),
                     attend_heads=None if kernels.rotary == "xla" or ATTENTION[context.backend].plain_xla else heads,
                 )
 

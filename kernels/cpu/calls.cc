@@ -2,6 +2,9 @@
 
 #include "kernels/cpu/calls.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/pool.h"
 #include "xla/ffi/api/ffi.h"
@@ -33,17 +36,21 @@ int level = best_level();
 Dtype dtype_of(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 ? Dtype::kFloat32 : Dtype::kBfloat16; }
 
 ffi::Error matmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets work,
-                  bool has_scale, bool has_bias, bool has_residual, float eps, bool gated, bool transposed) {
+                  bool has_scale, bool has_bias, bool has_residual, bool has_num_rows, float eps, bool gated, bool transposed) {
   Matmul m{};
   m.x = x.untyped_data(), m.w = w.untyped_data(), m.out = out->untyped_data();
   size_t next = 0;
   if (has_scale) m.scale = rest.get<ffi::AnyBuffer>(next++)->untyped_data(), m.normed = work.get<ffi::AnyBuffer>(0).value()->untyped_data();
   if (has_bias) m.bias = rest.get<ffi::AnyBuffer>(next++)->untyped_data();
   if (has_residual) m.residual = rest.get<ffi::AnyBuffer>(next++)->untyped_data();
-  m.T = x.dimensions()[0], m.D = x.dimensions()[1], m.F = w.dimensions()[transposed ? 0 : 1];
+  const int64_t T = x.dimensions()[0];
+  m.T = has_num_rows ? std::clamp<int64_t>(rest.get<ffi::Buffer<ffi::S32>>(next++)->typed_data()[0], 0, T) : T;
+  m.D = x.dimensions()[1], m.F = w.dimensions()[transposed ? 0 : 1];
   m.eps = eps, m.gated = gated, m.transposed = transposed, m.dtype = dtype_of(x);
   m.float32_out = m.dtype != Dtype::kFloat32 && dtype_of(*out) == Dtype::kFloat32;
   KERNELS[level]->matmul(m);
+  const size_t row_bytes = out->size_bytes() / T;
+  std::memset(static_cast<char*>(m.out) + m.T * row_bytes, 0, (T - m.T) * row_bytes);  // of padding
   return ffi::Error::Success();
 }
 
@@ -130,6 +137,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_fused_matmul, jaxserve::matmul,
                                   .Attr<bool>("has_scale")
                                   .Attr<bool>("has_bias")
                                   .Attr<bool>("has_residual")
+                                  .Attr<bool>("has_num_rows")
                                   .Attr<float>("eps")
                                   .Attr<bool>("gated")
                                   .Attr<bool>("transposed"));

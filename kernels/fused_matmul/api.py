@@ -28,6 +28,7 @@ def fused_matmul(
     gated: bool = False,
     transposed: bool = False,
     dtype: Any = None,
+    num_rows: jax.Array | None = None,  # i32[]
     backend: str = "auto",
 ) -> jax.Array:  # [T, F], or [T, F / 2] where gated
     """x @ w, and what a layer does before and after it, in one step: with a scale, rows are normed before (RMSNorm,
@@ -40,6 +41,7 @@ def fused_matmul(
 
     transposed: w is [F, D], as a CPU reads it fastest. dtype: of the result; None: x's. float32 keeps the sums as they are, of a
     plain product or a normed one. Both are for "xla" and "cpu".
+    num_rows: rows of x from here on are padding. With "cpu" they are not computed, and are zeros; the others compute them too.
     backend: one of `kernels.backends.FUSED_MATMUL.names`; "auto" is "mosaic_sm90" on a Hopper GPU that can take these weights,
     "cpu" on a CPU where the library of kernels is, else "xla". Differentiable with "xla" alone.
 
@@ -64,12 +66,15 @@ def fused_matmul(
         raise ValueError(f"dtype={dtype.name} must be {x.dtype.name}, as x is, or float32")
     if dtype != x.dtype and (gated or bias is not None or residual is not None):
         raise ValueError(f"dtype={dtype.name} is of plain and normed products: leave gated, bias and residual out, or dtype")
+    if num_rows is not None:
+        shapes.check("num_rows", num_rows, "", jnp.int32)
     name = resolve_backend(backend, [(shapes["D"], shapes["F"], gated)], x.dtype)
     layout = {"transposed": transposed, "dtype": dtype} if FUSED_MATMUL[name].any_layout else {}
     if not layout and (transposed or dtype != x.dtype):
         raise NotImplementedError(f"{name} can't do weights [F, D], nor results of another dtype than x's; use backend='xla'")
+    counted = {"num_rows": num_rows} if FUSED_MATMUL[name].skips_padding else {}
     with jax.named_scope(f"fused_matmul_{name}"):
-        return FUSED_MATMUL[name].functions.matmul(x, w, scale, bias, residual, eps=eps, gated=gated, **layout)
+        return FUSED_MATMUL[name].functions.matmul(x, w, scale, bias, residual, eps=eps, gated=gated, **layout, **counted)
 
 
 def resolve_backend(backend: str, weights: Sequence[tuple[int, int, bool]], dtype: Any, left_out: Collection[str] = ()) -> str:

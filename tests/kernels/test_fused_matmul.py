@@ -29,11 +29,20 @@ ODD_CASES = (
 HOPPER = gpu.Device(132, "NVIDIA H100 80GB HBM3", (9, 0))
 
 
-def run(case: Case, batch: Batch, backend: str, *, transposed: bool = False, dtype: str | None = None) -> np.ndarray:
+def run(
+    case: Case,
+    batch: Batch,
+    backend: str,
+    *,
+    transposed: bool = False,
+    dtype: str | None = None,
+    num_rows: int | None = None,
+) -> np.ndarray:
     layout = {"transposed": transposed, "dtype": dtype}
     product = jax.jit(functools.partial(fused_matmul, eps=EPS, gated=case.gated, backend=backend, **layout))
     w = jnp.asarray(batch.w.T if transposed else batch.w)
-    return np.asarray(product(jnp.asarray(batch.x), w, **jax.tree.map(jnp.asarray, batch.options)))
+    counted = {} if num_rows is None else {"num_rows": jnp.int32(num_rows)}
+    return np.asarray(product(jnp.asarray(batch.x), w, **jax.tree.map(jnp.asarray, batch.options), **counted))
 
 
 def in_tiles(case: Case, batch: Batch, tiles: Tiles) -> np.ndarray:
@@ -82,6 +91,31 @@ def test_cpu_gives_a_row_equal_bits_in_every_batch(name, level):
             residual = None if batch.residual is None else batch.residual[some]
             few = dataclasses.replace(batch, x=batch.x[some], residual=residual)
             np.testing.assert_array_equal(bits(run(case, few, "cpu", transposed=True)), bits(whole[some]))
+
+
+@needs_library
+@pytest.mark.parametrize("level", slow_unless(lambda level: level == library.level(), library.LEVELS[1:]))
+@pytest.mark.parametrize("name", ["qkv_bias", "prefill_gate_up", "prefill_down", "float32"])
+def test_cpu_leaves_out_padding(name, level):
+    """Padding is NaN here, in what it is made of too: the rows before have their bits, and it is zeros."""
+    case = NAMED[name]
+    batch = build(case)
+    with at_level(level):
+        whole = run(case, batch, "cpu", transposed=True)
+        for n in sorted({0, 1, case.T // 2, case.T - 1, case.T}):
+            x, residual = batch.x.copy(), None if batch.residual is None else batch.residual.copy()
+            for padded in (x, residual):
+                if padded is not None:
+                    padded[n:] = np.nan
+            found = run(case, dataclasses.replace(batch, x=x, residual=residual), "cpu", transposed=True, num_rows=n)
+            np.testing.assert_array_equal(bits(found[:n]), bits(whole[:n]))
+            assert not bits(found[n:]).any()
+
+
+def test_xla_computes_padding_too():
+    case = NAMED["qkv"]
+    batch = build(case)
+    np.testing.assert_array_equal(bits(run(case, batch, "xla", num_rows=1)), bits(run(case, batch, "xla")))
 
 
 @needs_library
