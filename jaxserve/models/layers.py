@@ -366,10 +366,10 @@ class DecoderLayer(nnx.Module):
         shard: Shard = ALONE,
     ) -> tuple[jax.Array, Any]:
         """The layer's output, [..., D], and the kv that attend returned. num_tokens and moe_backend: what `SparseMLP` is told;
-        a dense layer computes its padding like anything else. map_rows: how all but attention is computed, over x[T, D].
-        attend_heads: what is called in place of attend, where it is given. fused: what computes the matmuls of x[T, D] in place of
-        the norms, matrices and gates one by one. shard: whose part of the layer this is; x is whole on every device. Where it
-        attends in groups, rope and what attend is given are of the rows of its own group alone.
+        a dense layer computes its padding too, unless `fused` knows of it. map_rows: how all but attention is computed, over
+        x[T, D]. attend_heads: what is called in place of attend, where it is given. fused: what computes the matmuls of x[T, D] in
+        place of the norms, matrices and gates one by one. shard: whose part of the layer this is; x is whole on every device. Where
+        it attends in groups, rope and what attend is given are of the rows of its own group alone.
 
         Raises ValueError if x's last axis is not D, or the angles' not H / 2.
         """
