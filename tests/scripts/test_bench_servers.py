@@ -25,6 +25,7 @@ def test_medians_of_each_server_and_ours_over_theirs():
     assert table([made]).splitlines()[2].startswith("| 8 | 6 / 4 (1.50x) | 20 / 40 (0.50x) |")
 
 
+@pytest.mark.slow
 def test_the_tiny_model_has_another_models_tokenizer(tmp_path):
     """And answers with its vocabulary, as many tokens as asked for."""
     other = alphabet_model.save(tmp_path / "other")
