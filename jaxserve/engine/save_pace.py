@@ -1,8 +1,10 @@
 """Which requests' pages are saved to a store: all of them while that costs little or hits pay for it, else those of a share.
 
 Owns the account, in seconds: what saving has cost, how long steps have run, and what hits have saved. It is a token bucket. Steps
-fill it with COST_SHARE of their time and hits with what they save; saves empty it. The share falls as it empties below nothing, so
-that where nothing is ever hit saving comes to rest at COST_SHARE of the steps' time.
+fill it with a part of their time and hits with what they save; saves empty it. The share falls as it empties below nothing.
+
+The part is COST_SHARE at first, and less the more saving has cost that no hit has paid for: a half at ALLOWANCE seconds, a third at
+twice as much. So where nothing is ever hit, the cost grows as the square root of the steps' time, down to LEAST_SHARE of it.
 
 What was not saved is remembered by its hashes, as in the ghost lists of ARC (Megiddo and Modha, FAST 2003): a request that computes
 such a page again shows that saving it would have paid.
@@ -12,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-COST_SHARE = 0.01  # of the steps' time that saving may cost while nothing is hit
-ALLOWANCE = 0.25  # seconds that saving may cost before anything is hit; as far below nothing the share is 0
+COST_SHARE = 0.01  # of the steps' time that saving may cost at first
+LEAST_SHARE = 0.001  # and however long nothing is hit
+ALLOWANCE = 0.1  # seconds that saving may cost before anything is hit; as far below nothing the share is 0
 LIMIT = 2.0  # seconds that hits may fill in, and that may be owed
+_MAX_UNPAID = ALLOWANCE * (COST_SHARE / LEAST_SHARE - 1)  # seconds, with which LEAST_SHARE is left
 MAX_SKIPPED = 1 << 16  # pages that are remembered
 _HASHES = 1 << 64  # numbers that the first eight bytes of a hash make
 
@@ -25,20 +29,24 @@ class SavePace:
     def __init__(self, *, always: bool):
         self._always = always
         self._balance = ALLOWANCE  # seconds in the bucket, in [-LIMIT, LIMIT]
+        self._unpaid = 0.0  # seconds that saving has cost, less those that hits have saved, in [-LIMIT, _MAX_UNPAID]
         self._skipped: dict[bytes, None] = {}  # the oldest first
 
     def ran(self, seconds: float) -> None:
         """A step has run so long."""
         if self._balance < ALLOWANCE:
-            self._balance = min(self._balance + COST_SHARE * seconds, ALLOWANCE)
+            part = COST_SHARE / (1 + max(self._unpaid, 0.0) / ALLOWANCE)
+            self._balance = min(self._balance + part * seconds, ALLOWANCE)
 
     def saved(self, seconds: float) -> None:
         """Saving has cost so much."""
         self._balance = max(self._balance - seconds, -LIMIT)
+        self._unpaid = min(self._unpaid + seconds, _MAX_UNPAID)
 
     def hit(self, seconds: float) -> None:
         """Loads have saved so much, or would have."""
         self._balance = min(self._balance + seconds, LIMIT)
+        self._unpaid = max(self._unpaid - seconds, -LIMIT)
 
     @property
     def share(self) -> float:

@@ -244,7 +244,7 @@ class StoredPages:
                 self._arrive(job, job.num_done)
             if job.kind == "save":
                 self._saving.difference_update(self._saves.pop(job, ()))
-                self._count_cost(job.seconds if self._shares_cores else 0.0)
+                self._count_cost(2 * job.seconds if self._shares_cores else 0.0)  # `take` has copied the same bytes there
         if self._loads:
             now = time.monotonic()
             for job, load in list(self._loads.items()):

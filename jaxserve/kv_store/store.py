@@ -28,6 +28,7 @@ logger: logging.Logger = logging.getLogger("jaxserve")
 
 CLOSE_SECONDS = 10.0  # in which pages that wait to be written are, when a store is closed
 REFRESH_SECONDS = 5.0  # between looks for pages of other processes, which are taken when there is nothing else to do
+REFRESH_SHARE = 0.005  # of a processor, at most, for such looks: a walk of a folder of a million pages takes seconds of it
 
 
 @dataclass(eq=False, slots=True)
@@ -199,9 +200,11 @@ class TieredStore:
             wait = self._refresh_at - time.monotonic()
             with contextlib.suppress(queue.Empty):
                 return self._jobs.get(timeout=wait)[2] if wait > 0 else self._jobs.get_nowait()[2]
+            begun = time.thread_time()
             for tier in self._tiers:
                 tier.refresh()
-            self._refresh_at = time.monotonic() + REFRESH_SECONDS
+            busy = time.thread_time() - begun
+            self._refresh_at = time.monotonic() + max(REFRESH_SECONDS, busy / REFRESH_SHARE)
 
     def _run(self) -> None:
         while (job := self._next_job()).kind != "stop":

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from jaxserve.engine.save_pace import ALLOWANCE, COST_SHARE, MAX_SKIPPED, SavePace
+from jaxserve.engine.save_pace import ALLOWANCE, COST_SHARE, LEAST_SHARE, LIMIT, MAX_SKIPPED, SavePace
 from tests.dummy import add, poison
 from tests.engine.storing import HOST, asks, counts, engine_with, expected, run, settle, stored
 
@@ -23,17 +23,39 @@ def served_at(pace, cost, hashes=HASHES):
 
 
 @pytest.mark.parametrize("cost", [0.05, 0.1, 0.4])
-def test_saving_comes_to_rest_at_its_share_of_the_steps_time(cost):
+def test_saving_costs_ever_less_where_nothing_is_hit(cost):
+    """The cost c solves c' = COST_SHARE / (1 + c / ALLOWANCE), down to LEAST_SHARE, give or take what the account holds."""
     pace = SavePace(always=False)
-    spent = cost * served_at(pace, cost)
-    assert spent <= COST_SHARE * len(HASHES) + 2 * ALLOWANCE + cost
-    assert spent > 0.8 * COST_SHARE * len(HASHES), "it saves what it may"
+    spent = [cost * served_at(pace, cost, HASHES[start : start + 400]) for start in range(0, 4000, 400)]
     assert pace.share < 1
+    down = ALLOWANCE * (COST_SHARE / LEAST_SHARE - 1)
+    seconds_down = (down + down**2 / (2 * ALLOWANCE)) / COST_SHARE
+    total = down + LEAST_SHARE * (len(HASHES) - seconds_down)
+    assert sum(spent) <= total + 2 * ALLOWANCE + cost
+    assert sum(spent) > 0.8 * total, "it saves what it may"
+    assert spent[0] > 1.8 * sum(spent[5:]) / 5
 
 
-def test_what_costs_little_is_saved_whole():
+def test_the_least_share_of_the_steps_time_is_left():
+    """However long nothing was hit: what costs no more is saved whole."""
     pace = SavePace(always=False)
-    assert served_at(pace, 0.9 * COST_SHARE) == len(HASHES) and pace.share == 1
+    pace.saved(1e3)
+    pace.ran(0.9 * (LIMIT - ALLOWANCE) / LEAST_SHARE)
+    assert pace.share == 0, "more than that is owed"
+    pace.ran(0.1 * LIMIT / LEAST_SHARE + 2 * ALLOWANCE / LEAST_SHARE)
+    assert served_at(pace, 0.9 * LEAST_SHARE) == len(HASHES) and pace.share == 1
+    assert served_at(pace, 3 * LEAST_SHARE) < len(HASHES)
+
+
+def test_hits_bring_the_first_share_back():
+    """A store that was of no use for long is tried like a new one, once what hits have paid is spent."""
+    pace, cost = SavePace(always=False), 0.05
+    num_first, num_later = (served_at(pace, cost, HASHES[:400]) for _ in range(2))
+    assert num_later < 0.6 * num_first
+    pace.hit(1e3)
+    num_paid = round((LIMIT - ALLOWANCE) / cost)
+    assert served_at(pace, cost, HASHES[-num_paid:]) == num_paid
+    assert served_at(pace, cost, HASHES[:400]) == pytest.approx(num_first, abs=3)
 
 
 def test_hits_pay_for_saving():
@@ -41,8 +63,8 @@ def test_hits_pay_for_saving():
     pace = SavePace(always=False)
     num_saved = 0
     for i in range(0, 1000, 10):
-        num_saved += served_at(pace, 0.05, HASHES[i : i + 10])
         pace.hit(0.5)
+        num_saved += served_at(pace, 0.05, HASHES[i : i + 10])
     assert num_saved == 1000
 
 

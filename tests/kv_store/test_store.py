@@ -1,5 +1,6 @@
 """The store: jobs by hash over one tier or several, on a thread that no failure ends."""
 
+import itertools
 import threading
 import time
 
@@ -152,6 +153,34 @@ def test_pages_of_another_process_are_found_after_a_while(tmp_path, monkeypatch)
     assert ended(mine, mine.load(hashes(0), empty(1)))
     for store in (mine, theirs):
         store.close()
+
+
+class Walked(HostTier):
+    """A tier whose look for pages of others takes a processor 2 ms or more. looks: (when it began, seconds of a processor)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.looks = []
+
+    def refresh(self):
+        began, busy = time.monotonic(), time.thread_time()
+        while time.thread_time() - busy < 0.002:
+            pass
+        self.looks.append((began, time.thread_time() - busy))
+
+
+def test_looks_for_pages_of_others_take_a_small_part_of_a_processor(monkeypatch):
+    """However large a folder is."""
+    monkeypatch.setattr(stores, "REFRESH_SECONDS", 0.001)
+    monkeypatch.setattr(stores, "REFRESH_SHARE", 0.05)
+    store = TieredStore([tier := Walked(LAYOUT, 4 * LAYOUT.page_bytes)])
+    deadline = time.monotonic() + 120
+    while len(tier.looks) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    store.close()
+    assert len(tier.looks) >= 4
+    for (began, busy), (following, _) in itertools.pairwise(tier.looks):
+        assert following - began >= busy / 0.05
 
 
 class Broken(HostTier):
