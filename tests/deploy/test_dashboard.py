@@ -80,6 +80,13 @@ def test_the_board_is_one_that_grafana_takes():
     assert used == {variable["name"] for variable in board["templating"]["list"]}
 
 
+def test_all_that_a_store_counts_is_on_the_board(shown):
+    board = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+    asked = {name for panel in board["panels"] for target in panel["targets"] for name, _ in OURS.findall(target["expr"])}
+    counted = {name for name in shown if name.startswith("jaxserve:kv_store_")}
+    assert len(counted) >= 10 and counted <= asked
+
+
 def test_names_that_are_wrong_are_found(shown):
     assert "jaxserve:no_such_metric" not in shown and "jaxserve:time_to_first_token_seconds" not in shown
     assert {"model_name", "le"} <= shown["jaxserve:time_to_first_token_seconds_bucket"]
