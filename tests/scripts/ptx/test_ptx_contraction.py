@@ -23,6 +23,11 @@ PRODUCT = "mul.f32 %f1, %f2, %f3;"
         (f"{PRODUCT} neg.f32 %f6, %f1; mov.b32 %f7, %f6; add.f32 %f4, %f7, %f5;", ["add.f32 %f4, %f7, %f5"]),
         (f"{PRODUCT} mov.b64 %rd9, {{%f1, %f2}}; mov.b64 {{%f6, %f7}}, %rd9; add.f32 %f4, %f7, %f5;", ["add.f32 %f4, %f7, %f5"]),
         (f"bra $S;\n$T:\nadd.f32 %f4, %f1, %f5; bra $E;\n$S:\n{PRODUCT} bra $T;\n$E:\n", ["add.f32 %f4, %f1, %f5"]),
+        (f"$S:\nadd.f32 %f4, %f1, %f5; {PRODUCT} @%p1 bra $S;", ["add.f32 %f4, %f1, %f5"]),
+        (f"@%p1 bra $S;\n{PRODUCT}\n$S:\nadd.f32 %f4, %f1, %f5;", ["add.f32 %f4, %f1, %f5"]),
+        (f"{PRODUCT} @%p1 mov.f32 %f1, %f6; add.f32 %f4, %f1, %f5;", ["add.f32 %f4, %f1, %f5"]),
+        (f"{PRODUCT} mov.f32 %f1, %f6; add.f32 %f4, %f1, %f5;", []),
+        (f"mov.f32 %f7, %f1; {PRODUCT} add.f32 %f4, %f7, %f5;", []),  # what %f1 was before the product
         ("mul.rn.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f5;", []),
         (f"{PRODUCT} add.rn.f32 %f4, %f1, %f5;", []),
         (f"{PRODUCT} fma.rn.f32 %f4, %f1, %f5, %f6;", []),
