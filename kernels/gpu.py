@@ -1,4 +1,5 @@
-"""Pallas Mosaic GPU as our kernels use it. Beside `gpu_threads` the only module that names what may change between JAX versions.
+"""Pallas Mosaic GPU as our kernels use it. What is written a thread at a time is in
+`gpu_threads` and `gpu_tiles`; no other module names what may change between JAX versions.
 
 It also says which device a kernel may run on, and has the switch that runs kernels interpreted on a CPU.
 """
@@ -21,6 +22,7 @@ from kernels.backends import assumed_platform
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 SMEM = plgpu.SMEM
+RefUnion = plgpu.RefUnion
 Barrier = plgpu.Barrier
 BlockSpec = plgpu.BlockSpec
 barrier_arrive = plgpu.barrier_arrive

@@ -78,15 +78,15 @@ class Scratch(NamedTuple):
     q_loaded: Any  # [C, 64, H], plain: a copy into tiles would have to start at a multiple of 8 rows of q
     q: Any  # [C, 64, H], as wgmma reads it
     kv: Any  # [stages, 2, BLOCK, H]
-    out: Any  # [C, 64, H]
+    joined: Any  # f32[C, H / PIECE, 64, PIECE]: the accumulators of an item's chunks so far
+    joined_stats: Any  # f32[C, 2, 64]: their maxima and totals; of consumer 0 also those of a partial result
+    out: Any  # [C, 2, 64, H], of which [:, 0]; in the memory of `joined`
     q_full: Any
     q_empty: Any
     kv_full: Any  # [stages]
     kv_empty: Any  # [stages]
     clean: Any = None  # [stages]
-    acc: Any = None  # f32[64, H], of a partial result
-    maximum: Any = None  # f32[64]
-    total: Any = None  # f32[64]
+    acc: Any = None  # f32[64, H], of a partial result; in the memory of `joined` of consumer 0
     weights: Any = None  # [C, 64, BLOCK], where the interpreter wants them in SMEM
 
 

@@ -6,6 +6,7 @@ Row r of a tile is query token r // group, head r % group of its KV head's group
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,39 +53,42 @@ def scale_logits(x: Any, *, scale: float, soft_cap: float | None) -> tuple[Any, 
     return x, unit
 
 
-def cap_logits(x: Any, *, scale: float, soft_cap: float) -> tuple[Any, float]:
-    """`scale_logits` with a soft cap, less a constant that a softmax does not see, and with one division for four columns: the unit
-    for reciprocals and exponentials bounds a kernel that caps. tanh(y) = 1 - 2 r, r = 1 / (exp(2 y) + 1), and four such r come from
-    the reciprocal of their denominators' product (Montgomery, Math. Comp. 48 (1987), 10.3.1). A NaN reaches three other columns:
-    scores of keys that a row does not see must be numbers. Of a denominator past 2^30 r is 2^-30."""
-    columns = x.shape[1] // 4
-    d = jnp.exp2(jnp.minimum(x * (2 * scale * LOG2E / soft_cap), 30.0)) + 1  # the product of four is finite
-    a, b, c, e = (d[:, i * columns : (i + 1) * columns] for i in range(4))
-    ab, ce = a * b, c * e
-    inverse = -1 / (ab * ce)
-    of_ab, of_ce = inverse * ce, inverse * ab
-    return jnp.concatenate([of_ab * b, of_ab * a, of_ce * e, of_ce * c], axis=1), 2 * soft_cap * LOG2E
+def mask_logits(x: Any, masked: float, **where: Any) -> Any:  # f32[64, block]
+    """Logits, `masked` where a row does not see the key. Most blocks are seen whole and pass as they are. where: as for `seen`."""
+    rows = {"rows": where.pop("rows")} if "rows" in where else {}
+    partly_seen = is_partly_seen(x.shape[1], **where)
+    return lax.cond(partly_seen, lambda x: jnp.where(seen(x.shape, **where, **rows), x, masked), lambda x: x, x)
 
 
-def mask_logits(
-    x: Any, masked: float, *, begin: Any, position: Any, group: int, tokens: int, sliding_window: int | None
-) -> Any:  # f32[64, block]
-    """Logits of the keys from position `begin` on, `masked` where a row does not see the key. Most blocks are seen whole and pass
-    as they are. position: of the tile's first query token, of `tokens`."""
-
-    def mask(x):
-        token = lax.div(tile_rows(), jnp.int32(group))
-        column = gpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=gpu.WGMMA)
-        # A thread's columns have these bits in common, the others are constants: it keeps one number, not all its columns.
-        lane = column & THREAD_COLUMN
-        last = spread(token + again(position - begin), column) - lane
-        column = column & ~THREAD_COLUMN
-        seen = column <= last
-        if sliding_window is not None:
-            seen = jnp.logical_and(seen, column > last - sliding_window)
-        return jnp.where(seen, x, masked)
-
-    partly_seen = begin + x.shape[1] > position + 1  # by the first row
+def is_partly_seen(block: int, *, begin: Any, position: Any, group: int, tokens: int, sliding_window: int | None) -> Any:
+    """Whether a row of a tile does not see one of the `block` keys from position `begin` on. position: of the tile's first query
+    token, of `tokens`; group: heads of a token."""
+    del group
+    partly_seen = begin + block > position + 1  # by the first row
     if sliding_window is not None:
         partly_seen = jnp.logical_or(partly_seen, begin <= position + tokens - 1 - sliding_window)  # by the last
-    return lax.cond(partly_seen, mask, lambda x: x, x)
+    return partly_seen
+
+
+def seen(
+    shape: tuple[int, int],
+    *,
+    begin: Any,
+    position: Any,
+    group: int,
+    tokens: int,
+    sliding_window: int | None,
+    rows: Callable[[], Any] = tile_rows,
+) -> Any:  # bool[64, block]
+    """Which of the keys from position `begin` on a row sees; otherwise as `is_partly_seen`. rows: makes i32[64], a row's number."""
+    del tokens
+    token = lax.div(rows(), jnp.int32(group))
+    column = gpu.broadcasted_iota(jnp.int32, shape, 1, layout=gpu.WGMMA)
+    # A thread's columns have these bits in common, the others are constants: it keeps one number, not all its columns.
+    lane = column & THREAD_COLUMN
+    last = spread(token + again(position - begin), column) - lane
+    column = column & ~THREAD_COLUMN
+    sees = column <= last
+    if sliding_window is not None:
+        sees = jnp.logical_and(sees, column > last - sliding_window)
+    return sees

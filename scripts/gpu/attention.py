@@ -397,12 +397,12 @@ def tile_candidates(batch: Batch) -> list[Any]:
     """The Tiles that fit a batch, first those that the kernel takes untuned."""
     import itertools
 
-    from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS, Tiles, choose_tiles
+    from kernels.ragged_paged_attention.mosaic_sm90.tiles import REGISTERS, ROWS, Tiles, choose_tiles
 
     (_, N, H), K = batch.q.shape, batch.arrays[0].shape[2]
     untuned = choose_tiles(head_dim=H, group=N // K, max_q_len=batch.max_q_len, device_kind="")
     found = []
-    for consumers, stages in itertools.product((1, 2, 3), range(3, 13)):
+    for consumers, stages in itertools.product((1, *REGISTERS), range(3, 13)):
         if consumers > 1 and batch.max_q_len * (N // K) <= ROWS:
             continue  # a second consumer would have no rows
         with contextlib.suppress(ValueError):  # does not fit into shared memory

@@ -24,9 +24,10 @@ from scripts.ptx.rotary import RotaryPtx
 
 HEADS = (Heads(4, 1, 128), Heads(2, 1, 128), Heads(8, 1, 128), Heads(3, 1, 64))  # of Qwen3 8B, 0.6B and 32B, of SmolLM2
 PORTABLE_HEADS = (*HEADS, Heads(3, 1, 96))
-BUCKETS = (8, 24, 80, 160)  # tokens: one consumer, two of few tokens, two full ones
+BUCKETS = (8, 24, 60, 160)  # tokens: one consumer, two of few tokens, two full ones; at head_dim 64 one to four
 SEQS = ((1, 130), (5, 70), (2, 64))  # 8 tokens
 LONG_SEQS = ((1, 1100), (5, 600), (2, 64))  # past two chunks as they ship
+SOFT_CAP = 20.0
 FUSED_ROWS = 136  # of the fused matmul: two tiles of two consumers, the second one's hardly used
 FEW_STEPS = 5  # of the fused matmul's sum, where few programs are compared
 # Columns of the widest tile. So deep that one tile alone goes twice round a ring of eight stages.
@@ -91,12 +92,17 @@ def agreements(compiler: KernelCompiler, *, few: bool) -> Iterator[Agreement]:
     if not few:
         yield from (buckets(compiler, heads) for heads in (*HEADS[:2], HEADS[3]))
         yield from (buckets(compiler, heads, LONG_SEQS, ShippedPtx) for heads in (HEADS[0], HEADS[3]))
+        for heads in (HEADS[0], HEADS[3]):  # capped logits have code of their own where a block is masked
+            yield decode_and_prefill(compiler, heads, soft_cap=SOFT_CAP)
+            yield buckets(compiler, heads, soft_cap=SOFT_CAP)
         yield tile_sizes(compiler)
 
 
-def decode_and_prefill(compiler: KernelCompiler, heads: Heads, ptx_of: type[AttentionPtx] = AttentionPtx) -> Agreement:
+def decode_and_prefill(
+    compiler: KernelCompiler, heads: Heads, ptx_of: type[AttentionPtx] = AttentionPtx, soft_cap: float | None = None
+) -> Agreement:
     """The last row of a prefill of 64 tokens, and the same query as a decode whose KV is split over thread blocks and joined."""
-    chunk = Case("chunk", ((64, 200),), heads, 64, "bfloat16", padding_tokens=0, padding_seqs=0)
+    chunk = Case("chunk", ((64, 200),), heads, 64, "bfloat16", padding_tokens=0, padding_seqs=0, soft_cap=soft_cap)
     shape = shape_of([chunk])
     batch = padded(chunk, shape)
     chunks = ptx_of.compile(compiler, chunk, shape)
@@ -109,7 +115,7 @@ def decode_and_prefill(compiler: KernelCompiler, heads: Heads, ptx_of: type[Atte
     if split != 1:
         raise RuntimeError("the decode that is to be compared is not split")
     outputs = Output.of("prefill", prefill[63], chunks.kernels), Output.of("decode", row[0], program.kernels)
-    return Agreement(f"{_kind(ptx_of)}decode and prefill of {_name(heads)}", outputs)
+    return Agreement(f"{_kind(ptx_of)}decode and prefill of {_name(heads, soft_cap)}", outputs)
 
 
 def buckets(
@@ -117,9 +123,10 @@ def buckets(
     heads: Heads,
     seqs: tuple[tuple[int, int], ...] = SEQS,
     ptx_of: type[AttentionPtx] = AttentionPtx,
+    soft_cap: float | None = None,
 ) -> Agreement:
     """One batch of 8 tokens in buckets of several sizes."""
-    case = Case("bucket", seqs, heads, 64, "bfloat16", padding_tokens=0)
+    case = Case("bucket", seqs, heads, 64, "bfloat16", padding_tokens=0, soft_cap=soft_cap)
     least = shape_of([case])
     outputs = []
     for tokens in BUCKETS:
@@ -127,7 +134,7 @@ def buckets(
         program = ptx_of.compile(compiler, case, shape)
         out, _ = program.run(padded(case, shape))
         outputs.append(Output.of(f"the bucket of {tokens} tokens, {program.planner.tiles}", out[:8], program.kernels))
-    return Agreement(f"{_kind(ptx_of)}buckets of {_name(heads)}", tuple(outputs))
+    return Agreement(f"{_kind(ptx_of)}buckets of {_name(heads, soft_cap)}", tuple(outputs))
 
 
 def fused_tilings(*, gated: bool, few: bool) -> list[tuple[int, Tiles]]:
@@ -184,5 +191,5 @@ def _kind(ptx_of: type[AttentionPtx]) -> str:
     return "portable " if ptx_of is PortablePtx else ""
 
 
-def _name(heads: Heads) -> str:
-    return f"{heads.N}/{heads.K}x{heads.H}"
+def _name(heads: Heads, soft_cap: float | None = None) -> str:
+    return f"{heads.N}/{heads.K}x{heads.H}{'' if soft_cap is None else f', {soft_cap=}'}"

@@ -45,7 +45,7 @@ def steps(i: Instruction) -> list[Step] | None:
     made = None if make is None else make(i, modifiers)
     if made is None:
         return None
-    floats = modifiers[-1:] == ["f32"] and opcode in ("add", "sub", "mul", "fma", "div", "ex2", "rsqrt", "max", "min")
+    floats = modifiers[-1:] == ["f32"] and opcode in ("add", "sub", "mul", "fma", "div", "ex2", "rcp", "rsqrt", "max", "min")
     return [dataclasses.replace(s, function=_canonical(s.function)) if floats else s for s in made]
 
 
@@ -347,6 +347,7 @@ _MAKERS: dict[str, Callable[[Instruction, list[str]], Any]] = {
     "fma": _only("fma.rn.f32", _fma, 3, "f32"),
     "div": _only("div.full.f32", np.divide, 2, "f32"),
     "ex2": _only("ex2.approx.ftz.f32", lambda a: np.exp2(a.astype(np.float64)).astype(np.float32), 1, "f32"),
+    "rcp": _only("rcp.approx.ftz.f32", lambda a: np.divide(np.float32(1), a), 1, "f32"),
     "rsqrt": _only("rsqrt.approx.f32", lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(np.float32), 1, "f32"),
     "max": _max(np.maximum, np.fmax),
     "min": _max(np.minimum, np.fmin),

@@ -15,7 +15,7 @@ from kernels.fused_matmul.tiles import Tiles
 from kernels.grouped_matmul import cases as experts_cases
 from kernels.ragged_paged_attention import cases as attention_cases
 from kernels.ragged_paged_attention.cases import INTERPRETED, PORTABLE, Case, Heads
-from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import REGISTERS, ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
 from kernels.rotary_write import cases as rotary_cases
 from scripts.ptx.attention import AttentionPtx, ShippedPtx, padded, shape_of
@@ -27,7 +27,7 @@ from scripts.ptx.portable import PortablePtx
 from scripts.ptx.rotary import RotaryPtx, RotaryRun
 
 SPLIT_Q_LEN = 9  # query tokens of a sequence whose KV may be split
-MOST_CONSUMERS = 3  # of an item
+MOST_CONSUMERS = max(REGISTERS)  # of an item
 LONGER = 70  # positions by which a plan passes the KV: a block and more that is not there
 PREFIX = "portable "  # of the cases that the portable kernels run
 SHIPPED = "shipped "  # of attention's cases on Hopper in the tiles that it ships with
@@ -148,7 +148,7 @@ def _more(case: Case) -> list[tuple[tuple[tuple[int, int], ...], int]]:
         (2 * half - 1, 2 * half + BLOCK),
         (1, 129),
         (2 * half, 2 * half + 33),
-        *(((whole - 1, whole + BLOCK), (whole, whole + 33)) if case.heads.H <= 64 else ()),  # a third consumer's rows
+        *(((whole - 1, whole + BLOCK), (whole, whole + 33)) if case.heads.H <= 64 else ()),  # rows of the third and fourth consumer
     )
     # Items of one block each, all of which have a tail to clean, several to a CTA: one consumer may be an item ahead of the other.
     short = tuple((half + k, half + k) for k in (1, 3, 5, 7, 2, 4))
@@ -229,7 +229,8 @@ SHIPPED_CASES = (
     Case("decodes-128", ((1, 1600), (1, 70), (1, 513)), Heads(4, 1, 128), 64, "bfloat16", max_q_len=1),
     Case("decodes-64", ((1, 3300), (1, 70), (1, 513)), Heads(3, 1, 64), 64, "bfloat16", max_q_len=1),
     Case("mixed-128", ((40, 1100), (1, 600)), Heads(4, 1, 128), 64, "bfloat16"),  # two consumers
-    Case("mixed-64", ((70, 1100), (1, 600)), Heads(3, 1, 64), 64, "bfloat16"),  # three
+    Case("mixed-64-few", ((50, 1100), (1, 600)), Heads(3, 1, 64), 64, "bfloat16"),  # three
+    Case("mixed-64", ((90, 1100), (1, 600)), Heads(3, 1, 64), 64, "bfloat16"),  # four
 )
 
 

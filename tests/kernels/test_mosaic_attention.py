@@ -37,6 +37,16 @@ IN_CI = {
     *("gpu-long-decodes", "gpu-long-mixed", "gpu-long-mixed-8b", "gpu-scale-negative", "gpu-scale-0", "gpu-pass_by-8b"),
     "gpu-pass_by-window-soft_cap",
 }
+# Four consumers, round their ring three times, and others with three items each.
+FOUR = Case(
+    "gpu-four_consumers",
+    ((64, 640), *((1, k) for k in range(1, 8))),
+    Heads(3, 1, 64),
+    64,
+    "bfloat16",
+    padding_tokens=0,
+    padding_seqs=0,
+)
 CHUNK = 64  # so that short sequences cross boundaries and are split
 # The interpreter multiplies with numpy, which warns of the NaN that stands in slots and rows that nobody reads.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
@@ -87,7 +97,11 @@ def attention(planner: Planner, case: Case):
 
 @pytest.mark.parametrize(
     "case",
-    chosen([(case,) for case in INTERPRETED], quick=lambda case: case.name in QUICK, in_ci=lambda case: case.name in IN_CI),
+    chosen(
+        [(case,) for case in (*INTERPRETED, FOUR)],
+        quick=lambda case: case.name in QUICK,
+        in_ci=lambda case: case.name in IN_CI or case is FOUR,
+    ),
     ids=lambda case: case.name,
 )
 def test_matches_unpaged_float64(case):
@@ -145,10 +159,10 @@ def test_a_second_consumer_of_the_cases_has_rows(case):
 
 def test_the_cases_go_round_every_ring_twice():
     """Every slot is filled a third time, in cases that CI has: a fault in how it is freed shows then."""
-    blocks: dict[int, int] = {1: 0, 2: 0, 3: 0}  # most of any CTA, by its consumers
+    blocks: dict[int, int] = {1: 0, 2: 0, 3: 0, 4: 0}  # most of any CTA, by its consumers
     items: dict[int, int] = dict(blocks)
     partials = 0  # most of any group
-    for case in (case for case in INTERPRETED if case.name in QUICK | IN_CI):
+    for case in (FOUR, *(case for case in INTERPRETED if case.name in QUICK | IN_CI)):
         batch = build(case)
         planner = planner_of(case, batch, split_q_len=4 if "drafts" in case.name else 1)
         q_lens, kv_lens = np.diff(batch.cu_q_lens), np.asarray(batch.kv_lens)
@@ -351,20 +365,20 @@ def test_work_of_other_shapes_is_refused():
 
 
 def test_tiles_check_themselves():
-    for wrong in ({"consumers": 4}, {"stages": 2}, {"chunk": 100}):
+    for wrong in ({"consumers": 5}, {"stages": 2}, {"chunk": 100}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Tiles(**{"consumers": 1, "stages": 3, **wrong})
     with pytest.raises(ValueError, match="shared memory"):
-        Tiles(consumers=2, stages=4).check_smem(128, splits=True)
+        Tiles(consumers=2, stages=4).check_smem(128)
     with pytest.raises(ValueError, match="shared memory"):
-        Tiles(consumers=3, stages=3).check_smem(128, splits=False)
+        Tiles(consumers=3, stages=3).check_smem(128)
 
 
 def test_a_second_consumer_where_one_does_not_hold_every_query():
     for group, max_q_len in itertools.product((1, 2, 3, 4, 8, 9, 64), (1, 2, 4, 5, 7, 8, 9, 16, 64, 65, 2048)):
         tiles = choose_tiles(head_dim=128, group=group, max_q_len=max_q_len, device_kind="")
         assert (tiles.consumers == 2) == (max_q_len > tiles.consumer_tokens(group, max_q_len)), (group, max_q_len)
-        wanted = min(3, -(-max_q_len // tiles.consumer_tokens(group, max_q_len)))
+        wanted = min(4, -(-max_q_len // tiles.consumer_tokens(group, max_q_len)))
         assert choose_tiles(head_dim=64, group=group, max_q_len=max_q_len, device_kind="").consumers == wanted
     drafts = tile_candidates(AttentionBatch.make((64, 8, 128), [(5, 300)], num_pages=5))  # 40 rows
     assert drafts[0] == Tiles(consumers=1, stages=4) and all(tiles.consumers == 1 for tiles in drafts)

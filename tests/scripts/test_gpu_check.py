@@ -95,7 +95,7 @@ def test_pages_that_sequences_share_lie_elsewhere_in_each():
     assert len({row.tobytes() for row in rows}) > 1
 
 
-@pytest.mark.parametrize(("seqs", "first", "consumers"), [([(1, 300)] * 2, (1, 8), {1}), ([(256, 300)], (3, 6), {1, 2, 3})])
+@pytest.mark.parametrize(("seqs", "first", "consumers"), [([(1, 300)] * 2, (1, 8), {1}), ([(256, 300)], (4, 5), {1, 2, 3, 4})])
 def test_tile_candidates_begin_with_the_untuned_one(seqs, first, consumers):
     with gpu.assume_sm90(132, "NVIDIA H100 80GB HBM3"):
         found = tile_candidates(Batch.make((4, 2, 64), seqs, num_pages=10))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels import gpu
+from kernels import gpu, gpu_tiles
 from kernels.ragged_paged_attention.geometry import (
     Geometry,
     Item,
@@ -19,12 +19,10 @@ from kernels.ragged_paged_attention.geometry import (
     load_item,
     num_blocks,
 )
-from kernels.ragged_paged_attention.logits import MASKED, again, cap_logits, mask_logits, scale_logits, spread, tile_rows
-from kernels.ragged_paged_attention.mosaic_sm90 import softmax_state
-from kernels.ragged_paged_attention.mosaic_sm90.tiles import ROWS
+from kernels.ragged_paged_attention.logits import again, spread
+from kernels.ragged_paged_attention.mosaic_sm90 import block_weights, softmax_state
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import PIECE, ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
-
-PARTS = 8  # of a row's total: columns of which each of the row's four threads has two, as of all columns of a block
 
 
 def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
@@ -34,13 +32,13 @@ def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
         item = load_item(g, refs, index)
         gpu.barrier_wait(smem.q_full)
         here = again(me)
-        smem.q.at[here][...] = gpu.load(smem.q_loaded.at[here], layout=gpu.WGMMA, optimized=False)
+        gpu_tiles.write_tile(gpu_tiles.read_tile(smem.q_loaded.at[here]), smem.q.at[here], swizzled=True)
         gpu.commit_smem()
         gpu.barrier_arrive(smem.q_empty)
 
         position, tokens, end = _part(g, item, me)
         x = _first_scores(g, smem, me, item.first_block < end, slot)
-        state, slot = _walk(g, refs, smem, me, index, item, position, end, slot, x)
+        slot = _walk(g, refs, smem, me, index, item, position, end, slot, x)
         item = load_item(g, refs, index)  # again, rather than kept in registers, of which the walk has none to spare
         tokens, end = _part(g, item, me)[1:]
         if g.consumers > 1:
@@ -48,15 +46,22 @@ def consume(g: Geometry, refs: Refs, smem: Scratch, me) -> None:
 
         @pl.when(jnp.logical_and(item.slot < 0, tokens > 0))
         def _():
-            _store_rows(g, refs, smem, again(me), item, item.token + me * g.tokens, tokens, state)
+            _store_rows(g, refs, smem, again(me), item, item.token + me * g.tokens, tokens)
 
         return slot
 
     gpu.barrier_arrive(smem.q_empty)
-    for slot in range(g.stages):
+    late = _is_bounded(g, smem)
+    for slot in range(g.stages - late):
         gpu.barrier_arrive(smem.kv_empty.at[slot])
-    lax.fori_loop(*items_of_cta(g, refs), item_rows, jnp.int32(0))
+    slot = lax.fori_loop(*items_of_cta(g, refs), item_rows, jnp.int32(0))
+    if late:
+        _give_back(g, smem, slot)
     gpu.wait_smem_to_gmem(0)
+
+
+def _is_bounded(g: Geometry, smem: Scratch) -> bool:
+    return block_weights.is_bounded(g.soft_cap, smem.kv.dtype)
 
 
 def _part(g: Geometry, item: Item, me):
@@ -69,18 +74,19 @@ def _part(g: Geometry, item: Item, me):
 
 
 def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, position, end, slot, x):
-    """(the state of the tile's rows after the item's blocks up to `end`, the ring's slot after them), a chunk at a time.
+    """Takes the tile's rows through the item's blocks up to `end`, a chunk at a time, and leaves their state in shared memory.
+    Returns the ring's slot after them.
 
     x: the first block's scores. Of a split sequence each chunk's own state is stored too, also where a chunk was planned and
     there is no KV: its partial result will be asked for."""
-    head_dim = smem.q.shape[-1]
-    fold = functools.partial(_fold_block, g, smem, me, item, position, end)
+    fold = _fold_bounded if _is_bounded(g, smem) else _fold_online
 
     def chunk(c, carry):
-        joined, begin, slot, x = carry
+        begin, slot, x = carry
         stop = jnp.maximum(begin, jnp.minimum((c + 1) * g.chunk_blocks, end))
-        (acc, maximum, totals), slot, x = lax.fori_loop(begin, stop, fold, (_empty(head_dim), slot, x))
+        (acc, maximum, totals), slot, x = fold(g, smem, me, item, position, end, begin, stop, (slot, x))
         state = acc, maximum, totals.sum(axis=1)
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)  # rows or a partial result have left the memory of smem.joined
         if g.split_rows:
 
             @pl.when(jnp.logical_and(item.slot >= 0, me == 0))
@@ -88,28 +94,44 @@ def _walk(g: Geometry, refs: Refs, smem: Scratch, me, index, item: Item, positio
                 here = load_item(g, refs, index)  # again, rather than kept in registers
                 _store_partial(g, refs, smem, here.head, here.slot + c - here.first_chunk, state)
 
-        return softmax_state.join(joined, state), stop, slot, x
+        pl.when(item.slot < 0)(lambda: _join(smem, again(me), c == first_chunk, state))
+        return stop, slot, x
 
-    end_chunk = lax.div(end + (g.chunk_blocks - 1), jnp.int32(g.chunk_blocks))
     first_chunk = lax.div(item.first_block, jnp.int32(g.chunk_blocks))
+    end_chunk = lax.div(end + (g.chunk_blocks - 1), jnp.int32(g.chunk_blocks))
+    end_chunk = jnp.maximum(end_chunk, first_chunk + 1)  # without blocks too there is a state
     if g.split_rows:
         first_chunk = jnp.where(item.slot >= 0, item.first_chunk, first_chunk)
         end_chunk = jnp.where(item.slot >= 0, item.end_chunk, end_chunk)
-    carry = (softmax_state.empty(head_dim), item.first_block, slot, x)
-    state, _, slot, _ = lax.fori_loop(first_chunk, end_chunk, chunk, carry)
-    return state, slot
+    return lax.fori_loop(first_chunk, end_chunk, chunk, (item.first_block, slot, x))[1]
 
 
-def _empty(head_dim: int):
-    """`softmax_state.empty`, with a row's total in PARTS parts. A thread adds up its own until the chunk ends, so that in a block
-    threads exchange maxima alone."""
-    acc, maximum, _ = softmax_state.empty(head_dim)
-    return acc, maximum, gpu.layout_cast(jnp.zeros((ROWS, PARTS), jnp.float32), gpu.WGMMA)
+def _join(smem: Scratch, me, first, state) -> None:
+    """Joins a chunk's state to those of the item's chunks before it, which lie in shared memory."""
+    acc, maximum, total = state
+    rows = [smem.joined_stats.at[me, 0], smem.joined_stats.at[me, 1]]
+    empty = softmax_state.empty(PIECE)
+    before = [lax.cond(first, lambda i=i: empty[1 + i], lambda i=i: gpu.load(rows[i], layout=gpu.WGMMA_ROW)) for i in range(2)]
+    maximum, from_joined, from_chunk = softmax_state.shares(before[0], maximum)
+    rows[0][...] = maximum
+    rows[1][...] = before[1] * from_joined + total * from_chunk
+    for piece in range(smem.joined.shape[1]):  # a part at a time, for want of registers
+        here, part = smem.joined.at[me, piece], acc[:, piece * PIECE : (piece + 1) * PIECE]
+        before = lax.cond(first, lambda: empty[0], lambda here=here: gpu_tiles.kept(here))
+        gpu_tiles.keep(softmax_state.join_acc(before, part, from_joined, from_chunk), here)
 
 
 def _next_slot(g: Geometry, slot):
     """The slot of the ring that follows."""
     return jnp.where(slot + 1 == g.stages, 0, slot + 1)
+
+
+def _give_back(g: Geometry, smem: Scratch, slot) -> None:
+    """A consumer has a block's weights, and its slot may be filled again. Where logits are bounded its values are still to be read,
+    and it is the slot of the block before that may be filled."""
+    if _is_bounded(g, smem):
+        slot = jnp.where(slot == 0, g.stages - 1, slot - 1)
+    gpu.barrier_arrive(smem.kv_empty.at[slot])
 
 
 def _first_scores(g: Geometry, smem: Scratch, me, has_blocks, slot):
@@ -130,66 +152,121 @@ def _first_scores(g: Geometry, smem: Scratch, me, has_blocks, slot):
     return lax.cond(has_blocks, compute, none)
 
 
-def _fold_block(g: Geometry, smem: Scratch, me, item: Item, position, end, block, carry):
-    """One block of keys and values into the state of the tile's rows. carry ends in its scores, f32[64, BLOCK], the result in those
-    of the next block. After an item's last block these are of the same keys again, and nobody looks at them."""
-    state, slot, x = carry
-    following = _next_slot(g, slot)
-    more = block + 1 < end
+class _Next:
+    """The next block's scores, which a block begins. more: whether there is one; else they are those of the same keys again, and
+    nobody looks at them."""
 
-    def wait_for_next():
-        pl.when(more)(lambda: gpu.barrier_wait(smem.kv_full.at[following]))
+    def __init__(self, g: Geometry, smem: Scratch, me, block, end, slot):
+        self.smem, self.me, self.slot, self.more = smem, me, slot, block + 1 < end
+        self.following = _next_slot(g, slot)
 
-    def compute_next(scores):
-        keys = smem.kv.at[jnp.where(more, following, slot), 0]
-        gpu.wgmma(scores, smem.q.at[me], keys.transpose((1, 0)))
+    def wait(self) -> None:
+        """For its keys."""
+        pl.when(self.more)(lambda: gpu.barrier_wait(self.smem.kv_full.at[self.following]))
 
-    def softmax():
-        (acc, *stats), weights = _softmax(g, position, block, state, x)
-        return acc, stats, weights.astype(smem.kv.dtype)
-
-    def add_values(scores, acc, stats, weights):
-        acc, following_x = _add_weighted_values(g, smem, me, acc, weights, slot, scores)
-        return (acc, *stats), following_x
-
-    def beside_the_softmax(scores):
-        compute_next(scores)
-        return add_values(scores, *softmax())
-
-    _clean_tail(g, smem, me, item, block, slot)
-    if g.consumers == 1:
-        wait_for_next()
-        state, x = pl.run_scoped(beside_the_softmax, gpu.ACC((ROWS, BLOCK), jnp.float32))
-    else:
-        weighted = lax.optimization_barrier(softmax())  # before the scores take registers
-        wait_for_next()
-
-        def beside_the_values(scores):
-            compute_next(scores)
-            return add_values(scores, *weighted)
-
-        state, x = pl.run_scoped(beside_the_values, gpu.ACC((ROWS, BLOCK), jnp.float32))
-    gpu.barrier_arrive(smem.kv_empty.at[slot])
-    return state, following, x
+    def compute(self, scores) -> None:
+        keys = self.smem.kv.at[jnp.where(self.more, self.following, self.slot), 0]
+        gpu.wgmma(scores, self.smem.q.at[self.me], keys.transpose((1, 0)))
 
 
-def _softmax(g: Geometry, position, block, state, x):
-    """(the state with the block's weights in it but not yet its values; those weights, f32[64, BLOCK])."""
-    acc, maximum, totals = state
-    seen = {"group": g.group, "tokens": g.tokens, "sliding_window": g.sliding_window}
-    mask = functools.partial(mask_logits, begin=block * BLOCK, position=position, **seen)
-    if g.soft_cap is None:
-        x, unit = scale_logits(x, scale=g.scale, soft_cap=None)
-    else:
-        x, unit = cap_logits(mask(x, 0.0), scale=g.scale, soft_cap=g.soft_cap)
-    x = mask(x, MASKED / unit)
-    new_maximum = jnp.maximum(maximum, x.max(axis=1) * unit)
-    shrink = jnp.exp2(maximum - new_maximum)
-    weights = jnp.exp2(x * unit - spread(new_maximum, x))
-    parts = [weights[:, column : column + PARTS] for column in range(0, BLOCK, PARTS)]
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return (acc * spread(shrink, acc), new_maximum, totals * spread(shrink, totals) + parts[0]), weights
+def _fold_online(g: Geometry, smem: Scratch, me, item: Item, position, end, begin, stop, carry):
+    """(the state of the tile's rows after the blocks from `begin` to `stop`, the ring's slot and the scores after them), of any
+    logits. carry: the slot and the scores, f32[64, BLOCK], of the first block. A row's total is in parts: a thread adds up its own
+    until the chunk ends, so that in a block threads exchange maxima alone."""
+
+    def fold(block, carry):
+        state, slot, x = carry
+        following = _Next(g, smem, me, block, end, slot)
+
+        def softmax():
+            (acc, *stats), weights = block_weights.online(g, position, block, state, x)
+            return acc, stats, weights.astype(smem.kv.dtype)
+
+        def add_values(scores, acc, stats, weights):
+            acc, following_x = _add_weighted_values(g, smem, me, acc, weights, slot, scores)
+            return (acc, *stats), following_x
+
+        def beside_the_softmax(scores):
+            following.compute(scores)
+            return add_values(scores, *softmax())
+
+        _clean_tail(g, smem, me, item, block, slot)
+        if g.consumers == 1:
+            following.wait()
+            state, x = pl.run_scoped(beside_the_softmax, gpu.ACC((ROWS, BLOCK), jnp.float32))
+        else:
+            weighted = lax.optimization_barrier(softmax())  # before the scores take registers
+            following.wait()
+
+            def beside_the_values(scores):
+                following.compute(scores)
+                return add_values(scores, *weighted)
+
+            state, x = pl.run_scoped(beside_the_values, gpu.ACC((ROWS, BLOCK), jnp.float32))
+        _give_back(g, smem, slot)
+        return state, following.following, x
+
+    acc, maximum, _ = softmax_state.empty(smem.q.shape[-1])
+    state, *carry = lax.fori_loop(begin, stop, fold, ((acc, maximum, block_weights.no_parts()), *carry))
+    return state, *carry
+
+
+def _fold_bounded(g: Geometry, smem: Scratch, me, item: Item, position, end, begin, stop, carry):
+    """As `_fold_online`, of bounded logits. Nothing is scaled, so that a block's values are still being multiplied while the next
+    one's weights are computed."""
+
+    def fold(acc, block, carry):
+        totals, slot, x = carry
+        following = _Next(g, smem, me, block, end, slot)
+
+        def softmax(y):
+            return block_weights.bounded(g, position, block, totals, y, smem.kv.dtype)
+
+        def end_block_before(wait_n):
+            gpu.wgmma_wait(wait_n)
+            _give_back(g, smem, slot)
+
+        def add_values(scores, weights):
+            if g.interpreted:
+                smem.weights.at[me][...] = weights
+                gpu.commit_smem()
+                weights = smem.weights.at[me]
+            gpu.wgmma(acc, weights, smem.kv.at[slot, 1])
+            return gpu.wgmma_accumulator_load(scores, wait_n=1)
+
+        def beside_the_softmax(scores):
+            following.compute(scores)
+            new_totals, weights = softmax(y)
+            end_block_before(1)
+            return new_totals, add_values(scores, weights)
+
+        _clean_tail(g, smem, me, item, block, slot)
+        y = block_weights.exponents(g, x)
+        if g.consumers == 1:
+            y = lax.optimization_barrier(y)  # before the next scores take x's registers
+            following.wait()
+            totals, x = pl.run_scoped(beside_the_softmax, gpu.ACC((ROWS, BLOCK), jnp.float32))
+        else:
+            totals, weights = lax.optimization_barrier(softmax(y))  # before the scores take registers
+            end_block_before(0)
+            following.wait()
+
+            def beside_the_values(scores):
+                following.compute(scores)
+                return add_values(scores, weights)
+
+            x = pl.run_scoped(beside_the_values, gpu.ACC((ROWS, BLOCK), jnp.float32))
+        return totals, following.following, x
+
+    def walk(acc):
+        totals, *after = lax.fori_loop(begin, stop, functools.partial(fold, acc), (block_weights.no_parts(), *carry))
+        return acc[...], totals, *after
+
+    acc, totals, *after = pl.run_scoped(walk, gpu.ACC((ROWS, smem.q.shape[-1]), jnp.float32))
+    maximum = gpu.layout_cast(
+        jnp.zeros((ROWS,), jnp.float32), gpu.WGMMA_ROW
+    )  # of every state: none is scaled where they are joined
+    return (acc, maximum, totals), *after
 
 
 def _add_weighted_values(g: Geometry, smem: Scratch, me, acc, weights, slot, scores):
@@ -225,7 +302,7 @@ def _clean_tail(g: Geometry, smem: Scratch, me, item: Item, block, slot) -> None
             for column in range(0, smem.kv.shape[-1], 64):  # a part at a time, for want of registers
                 values = smem.kv.at[slot, 1, :, pl.ds(column, 64)]
                 v = gpu.load(values, layout=gpu.WGMMA)
-                row = spread(tile_rows(), v)
+                row = spread(gpu_tiles.tile_rows(), v)
                 zero = gpu.layout_cast(jnp.zeros(v.shape, v.dtype), gpu.WGMMA)
                 kept = row < item.kv_len - block * BLOCK
                 if g.drops_pages:
@@ -244,29 +321,33 @@ def _pass_by(g: Geometry, smem: Scratch, me, item: Item, block, slot):
     """A block that only the other consumer sees: keeps the ring going."""
     gpu.barrier_wait(smem.kv_full.at[slot])
     _clean_tail(g, smem, me, item, block, slot)
-    gpu.barrier_arrive(smem.kv_empty.at[slot])
+    _give_back(g, smem, slot)
     return _next_slot(g, slot)
 
 
-def _store_rows(g: Geometry, refs: Refs, smem: Scratch, me, item: Item, token, tokens, state) -> None:
+def _store_rows(g: Geometry, refs: Refs, smem: Scratch, me, item: Item, token, tokens) -> None:
     """Writes finished rows: those of `tokens` tokens from row `token` of q on."""
-    gpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before has left smem.out
-    smem.out.at[me][...] = softmax_state.output(state).astype(smem.out.dtype)
+    acc = jnp.concatenate([gpu_tiles.kept(smem.joined.at[me, piece]) for piece in range(smem.joined.shape[1])], axis=1)
+    total = gpu.load(smem.joined_stats.at[me, 1], layout=gpu.WGMMA_ROW)
+    rows = softmax_state.output((acc, total, total)).astype(smem.out.dtype)
+    gpu.commit_smem()  # all have read smem.joined, whose memory smem.out is
+    gpu_tiles.write_tile(rows, smem.out.at[me, 0])
     gpu.commit_smem()
 
     def store(t, _):
         heads = refs.out.at[token + t, pl.ds(item.head * g.group, g.group)]
-        gpu.copy_smem_to_gmem(smem.out.at[me, pl.ds(t * g.group, g.group)], heads)
+        gpu.copy_smem_to_gmem(smem.out.at[me, 0, pl.ds(t * g.group, g.group)], heads)
 
     lax.fori_loop(0, tokens, store, None)
 
 
 def _store_partial(g: Geometry, refs: Refs, smem: Scratch, head, slot, state) -> None:
     """Writes the state of a split sequence's rows after a chunk, for `combine`."""
-    gpu.wait_smem_to_gmem(0, wait_read_only=True)
-    smem.acc[...], smem.maximum[...], smem.total[...] = state
+    stats = [smem.joined_stats.at[0, 0], smem.joined_stats.at[0, 1]]
+    acc, stats[0][...], stats[1][...] = state
+    gpu_tiles.write_tile(acc, smem.acc)
     gpu.commit_smem()
     slot = slot * g.num_kv_heads + head
     gpu.copy_smem_to_gmem(smem.acc.at[pl.ds(0, g.split_rows)], refs.partial_acc.at[slot])
-    gpu.copy_smem_to_gmem(smem.maximum, refs.partial_stats.at[slot, 0])
-    gpu.copy_smem_to_gmem(smem.total, refs.partial_stats.at[slot, 1])
+    gpu.copy_smem_to_gmem(stats[0], refs.partial_stats.at[slot, 0])
+    gpu.copy_smem_to_gmem(stats[1], refs.partial_stats.at[slot, 1])

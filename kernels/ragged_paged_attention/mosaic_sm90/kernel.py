@@ -3,15 +3,18 @@
 It computes the items of a work list. `work_list` makes the list, `combine` joins the partial results of split sequences, `tiles`
 chooses the sizes. The two halves of the kernel are `producer` and `consumer`.
 
-A CTA is one to three consumer warpgroups, which compute, and a producer warpgroup, which issues every load. A consumer's tile is
+A CTA is one to four consumer warpgroups, which compute, and a producer warpgroup, which issues every load. A consumer's tile is
 64 rows: row r is query token r // G of the tile and head r % G of the KV head's group, so a page is read once a KV head. Keys and
 values come through a ring of `stages` slots of 64 positions that runs on across items: the next item's first blocks load while
 this one's last are computed. The softmax is online (Milakov and Gimelshein, arXiv:1805.02867) and starts afresh at every `chunk`
-positions; the chunks' states are joined in order, by the tile itself, or through memory where they ran on different CTAs.
+positions; the chunks' states are joined in order, by the tile itself, or through memory where they ran on different CTAs. What a
+tile has joined so far lies in shared memory: at head_dim 128 it would take 64 of a thread's registers.
 
 Barriers, who arrives and who waits:
 - q_full: the loads of an item's queries arrive; consumers wait. q_empty: a consumer that has copied its rows; the producer waits.
 - kv_full[slot]: the loads of a block arrive; consumers wait. kv_empty[slot]: a consumer done with the block; the producer waits.
+  Where logits are bounded (`block_weights`) a block's values are still multiplied while the next one's weights are computed, so
+  that each block gives back the slot of the one before it, also across items.
 - clean[slot]: consumer 0 when it has zeroed the values past a sequence's end; the others wait. One a slot, because consumer 0 may
   be blocks and an item ahead: the ring is what holds them together.
 
@@ -33,7 +36,7 @@ from kernels import gpu
 from kernels.ragged_paged_attention.geometry import Geometry, Refs, Scratch
 from kernels.ragged_paged_attention.mosaic_sm90.consumer import consume
 from kernels.ragged_paged_attention.mosaic_sm90.producer import produce
-from kernels.ragged_paged_attention.mosaic_sm90.tiles import REGISTERS, ROWS
+from kernels.ragged_paged_attention.mosaic_sm90.tiles import PIECE, REGISTERS, ROWS
 from kernels.ragged_paged_attention.work_list import BLOCK
 
 
@@ -57,7 +60,7 @@ def run_items(
     names, num_refs = list(scratch), 9 if splits else 7
 
     def ragged_paged_attention(*args):
-        refs, smem = Refs(*args[:num_refs]), Scratch(**dict(zip(names, args[num_refs:], strict=True)))
+        refs, smem = Refs(*args[:num_refs]), _unite(dict(zip(names, args[num_refs:], strict=True)))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == C)
@@ -87,6 +90,12 @@ def run_items(
     return (results[0], (results[1], results[2])) if splits else (results[0], None)
 
 
+def _unite(scratch: dict[str, Any]) -> Scratch:
+    """Scratch of what _scratch names."""
+    groups = scratch.pop("shared", ())
+    return Scratch(**scratch, **{name: ref for group in groups for name, ref in group.items()})
+
+
 def _scratch(g: Geometry, H: int, dtype: Any, *, splits: bool) -> dict[str, Any]:
     """The fields of Scratch that this kernel needs, and what they are."""
     C = g.consumers
@@ -96,7 +105,6 @@ def _scratch(g: Geometry, H: int, dtype: Any, *, splits: bool) -> dict[str, Any]
         "q_loaded": tile,
         "q": swizzled,
         "kv": gpu.SMEM((g.stages, 2, BLOCK, H), dtype, transforms=gpu.SWIZZLED),
-        "out": tile,
         "q_full": gpu.Barrier(num_arrivals=C * (g.tokens if g.interpreted else 1)),
         "q_empty": gpu.Barrier(num_arrivals=C),
         "kv_full": gpu.Barrier(num_arrivals=2 * BLOCK // g.copy_rows, num_barriers=g.stages),
@@ -104,9 +112,15 @@ def _scratch(g: Geometry, H: int, dtype: Any, *, splits: bool) -> dict[str, Any]
     }
     if C > 1:
         scratch |= {"clean": gpu.Barrier(num_barriers=g.stages)}
+    # In the same memory, which the interpreter doesn't share: a consumer's part of one lies where its part of another does.
+    shared = [
+        {"joined": gpu.SMEM((C, H // PIECE, ROWS, PIECE), jnp.float32), "joined_stats": gpu.SMEM((C, 2, ROWS), jnp.float32)},
+        {"out": gpu.SMEM((C, 2, ROWS, H), dtype)},
+    ]
     if splits:
-        scratch |= {"acc": gpu.SMEM((ROWS, H), jnp.float32)}
-        scratch |= {name: gpu.SMEM((ROWS,), jnp.float32) for name in ("maximum", "total")}
-    if g.interpreted:
-        scratch |= {"weights": gpu.SMEM((C, ROWS, BLOCK), dtype, transforms=gpu.SWIZZLED)}
-    return scratch
+        shared.append({"acc": gpu.SMEM((ROWS, H), jnp.float32)})
+    if not g.interpreted:
+        return scratch | {"shared": gpu.RefUnion(*shared)}
+    for group in shared:
+        scratch |= group
+    return scratch | {"weights": gpu.SMEM((C, ROWS, BLOCK), dtype, transforms=gpu.SWIZZLED)}

@@ -47,7 +47,7 @@ class Planner(WorkPlanner):
         )
 
     def check_smem(self, head_dim: int) -> None:
-        self.tiles.check_smem(head_dim, splits=self.shape.num_slots > 0)
+        self.tiles.check_smem(head_dim)
 
     def work(self, packed: jax.Array) -> WorkList:
         """The work list that `plan` made, i32[size], for `ragged_paged_attention(work=...)`."""

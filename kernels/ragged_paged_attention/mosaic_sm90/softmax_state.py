@@ -24,10 +24,19 @@ def empty(head_dim: int) -> State:
 
 def join(a: State, b: State) -> State:
     """The state of rows that have seen what a and b have, in this order."""
-    maximum = jnp.maximum(a[1], b[1])
-    from_a, from_b = jnp.exp2(a[1] - maximum), jnp.exp2(b[1] - maximum)
-    acc = a[0] * spread(from_a, a[0]) + b[0] * spread(from_b, b[0])
-    return acc, maximum, a[2] * from_a + b[2] * from_b
+    maximum, from_a, from_b = shares(a[1], b[1])
+    return join_acc(a[0], b[0], from_a, from_b), maximum, a[2] * from_a + b[2] * from_b
+
+
+def shares(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of two states' maxima: the joined one, and what either state is multiplied by."""
+    maximum = jnp.maximum(a, b)
+    return maximum, jnp.exp2(a - maximum), jnp.exp2(b - maximum)
+
+
+def join_acc(a: jax.Array, b: jax.Array, from_a: jax.Array, from_b: jax.Array) -> jax.Array:
+    """The joined accumulator."""
+    return a * spread(from_a, a) + b * spread(from_b, b)
 
 
 def output(state: State) -> jax.Array:  # f32[64, H]
