@@ -12,7 +12,7 @@ With --shared_head Medusa heads are as vLLM has them: one block each in front of
 --draft_vocab_size tokens. They are trained several times as fast, and are small.
 
 The target's states of all answers are computed once and kept in a file meanwhile, unless they would take more than --states_gib
-(of SmolLM2-135M 4.5 KiB a token): a step is about half as much work then.
+(of an EAGLE-3 head for SmolLM2-135M 4.5 KiB a token). A step does not run the target then.
 
 --output becomes what the method's authors publish, config.json and model.safetensors. `answers.jsonl` and `checkpoints/` beside
 them are what a run that was killed goes on from, with the same command; the weights are then those of a run that was not. They may
@@ -125,9 +125,9 @@ def train(answers: list[Any]) -> dict[str, Any]:
             bar.update(step - bar.n)
 
         trainer.train(report)
+    trainer.states.delete()
     worth = trainer.evaluate(held)
     trainer.export(_OUTPUT.value, target.final_norm.scale[...].dtype)
-    trainer.states.delete()
     shown = {"loss_at_first": losses[0], "loss_at_last": losses[-1]} if losses else {}
     seconds = {"steps_run": len(losses), "training_seconds": time.monotonic() - begun}
     return {**shown, **seconds, "shares_right": worth.shares, "accepted_length": worth.accepted_length}

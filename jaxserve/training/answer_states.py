@@ -1,11 +1,15 @@
 """What a target makes of the answers that a head is trained on: computed once and kept in a file, or anew for each batch.
 
 Owns the lengths to which batches are padded, and the file. The target never changes while a head learns, so from the second time on
-an answer is read; in steps of a small head that is half the work. Knows nothing of losses or optimizers.
+an answer is read. Knows nothing of losses or optimizers.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +70,7 @@ class AnswerStates:
       answers: as `usable` gives them.
       length: tokens of the longest.
       batch_size: sequences of a batch.
-      path: of the file; one of another size is written anew.
+      path: of the file; one of other answers or another target is written anew.
       most_bytes: of the file. What would be larger is not kept.
     """
 
@@ -90,23 +94,40 @@ class AnswerStates:
         self._run = jax.jit(run)
         one = jax.eval_shape(run, self._leaves, jax.ShapeDtypeStruct((1, 1), np.int32))
         self._shape, self._dtype = (int(self._starts[-1]), one.shape[-1]), one.dtype
-        self.kept: bool = int(np.prod(self._shape, dtype=np.int64)) * one.dtype.itemsize <= most_bytes
-        self._file: np.memmap | None = self._open(self._path, "r") if self.kept and self._complete() else None
+        self._size = self._shape[0] * self._shape[1] * one.dtype.itemsize  # bytes
+        self.kept: bool = self._size <= most_bytes
+        self._file: np.memmap | None = self._open(self._path, "r") if self.kept and self._is_ours() else None
 
-    def _complete(self) -> bool:
-        return self._path.exists() and self._path.stat().st_size == np.prod(self._shape, dtype=np.int64) * self._dtype.itemsize
+    @functools.cached_property
+    def _fingerprint(self) -> bytes:
+        """Of the answers and the target (each weight's sum): what a whole file ends with."""
+        found = hashlib.sha256(json.dumps([self._answers, list(self._shape), str(self._dtype)]).encode())
+        for path, weight in self._leaves.items():
+            found.update(f"{path} {weight.shape} {float(weight.astype('float32').sum())!r} ".encode())
+        return found.digest()
+
+    def _is_ours(self) -> bool:
+        """Whether there is a whole file, of these answers and this target."""
+        end = self._size + len(self._fingerprint)
+        if not self._path.exists() or self._path.stat().st_size != end:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(self._size)
+            return file.read() == self._fingerprint
 
     def _open(self, path: Path, mode: Any) -> np.memmap:
         """The file's rows; of bytes of a token, since numpy's files know no bfloat16."""
         return np.memmap(path, np.uint8, mode, shape=(self._shape[0], self._shape[1] * self._dtype.itemsize))
 
     def compute(self, report: Callable[[int], None] = lambda num: None) -> None:
-        """Writes the file, if it is to be and is not there. report: is told of how many answers it has the states."""
-        if not self.kept or self._file is not None:
+        """Writes the file, if it is to be and is not there; one that was begun is begun anew. report: is told of how many answers
+        it has the states. OSError if there is no room."""
+        if not self.kept:
+            return self.delete()  # what a run with more room has left
+        if self._file is not None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(self._path.name + ".partial")
-        file, order = self._open(partial, "w+"), sorted(range(len(self._answers)), key=lambda i: self._answers[i].length)
+        partial, order = self._reserve(), sorted(range(len(self._answers)), key=lambda i: self._answers[i].length)
+        file = self._open(partial, "r+")
         for first in range(0, len(order), self._batch_size):
             chosen = order[first : first + self._batch_size]
             hidden = self._computed(self._padded(chosen))
@@ -115,13 +136,35 @@ class AnswerStates:
                 file[self._starts[i] : self._starts[i] + n] = rows[:n].view(np.uint8)
             report(first + len(chosen))
         file.flush()
+        with partial.open("ab") as end:
+            end.write(self._fingerprint)
         partial.replace(self._path)
         self._file = self._open(self._path, "r")
 
+    def _reserve(self) -> Path:
+        """A file of the whole size. (Written through a map where the disk is full, it would end the process.)"""
+        partial = self._partial
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, self._size)
+            except OSError as error:
+                partial.unlink()
+                raise OSError(
+                    f"{partial}: the target's states of the answers take {self._size / 2**30:.2f} GiB ({error.strerror}): "
+                    "make room, or give a lower states_gib, with which each step computes its own"
+                ) from error
+        return partial
+
+    @property
+    def _partial(self) -> Path:
+        return self._path.with_name(self._path.name + ".partial")
+
     def delete(self) -> None:
-        """Removes the file: nothing more is to be trained."""
+        """Removes the file, whole or begun: nothing more is to be trained."""
         self._file = None
-        self._path.unlink(missing_ok=True)
+        for path in (self._path, self._partial):
+            path.unlink(missing_ok=True)
 
     def _padded(self, chosen: Sequence[int] | np.ndarray) -> Batch:
         answers = [self._answers[i] for i in chosen]

@@ -247,7 +247,8 @@ class DraftTrainer:
         said = json.loads((version / PROGRESS).read_text())
         now = {"num_answers": len(self.answers), **asdict(self.config)}
         then = {"num_answers": said["num_answers"], **said["config"]}
-        others = [f"{name}={then.get(name)!r} there, {value!r} now" for name, value in now.items() if then.get(name) != value]
+        same = {name: value for name, value in now.items() if name != "states_gib"}  # which changes no more than rounding
+        others = [f"{name}={then.get(name)!r} there, {value!r} now" for name, value in same.items() if then.get(name) != value]
         if others:
             raise ValueError(f"{self.folder} has checkpoints of another run ({'; '.join(others)}): give a new folder")
         state = self._state()

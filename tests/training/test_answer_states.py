@@ -1,11 +1,15 @@
 """States of answers that are kept in a file: those that the target has, for batches of any lengths; and the order of batches."""
 
+import errno
+import os
 from collections import Counter
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.models import named_leaves, with_leaves
 from jaxserve.models.loading import load_model
 from jaxserve.training import draft_chains
 from jaxserve.training.answer_states import Answer, AnswerStates, shuffled_batches, usable
@@ -70,6 +74,39 @@ def test_what_would_take_too_much_or_was_cut_short_is_not_read(target, tmp_path)
     again = AnswerStates(target, head, some, **given, most_bytes=2**20)
     again.compute()
     assert file.read_bytes() == whole
+    file.with_name("states.partial").write_bytes(b"begun")
+    none.compute()
+    assert not [*tmp_path.iterdir()], "nobody goes on from it"
+
+
+def test_the_file_of_other_answers_or_another_target_is_not_read(target, tmp_path):
+    """Of the same size, as all are where answers are cut to one length."""
+    some, head = answers(5), draft_chains.new_medusa(target, 2, 0)
+    others = [Answer(prompt[::-1], output) for prompt, output in some]
+    leaves = named_leaves(target)
+    path = next(path for path in leaves if "q_proj" in path or "qkv" in path)
+    other_target = with_leaves(target, leaves | {path: leaves[path] * 1.5})
+    given: dict[str, Any] = {"length": 16, "batch_size": 2, "path": tmp_path / "states", "most_bytes": 2**20}
+    AnswerStates(target, head, some, **given).compute()
+    for of, which in ((target, others), (other_target, some), (target, some)):
+        states = AnswerStates(of, head, which, **given)
+        states.compute()
+        batch, hidden = states.batch([0, 3])
+        alone = draft_chains.hidden_states(of, head, jnp.array(batch.tokens))
+        for row, wanted, end in zip(hidden, np.asarray(alone), batch.ends, strict=True):
+            np.testing.assert_allclose(row[:end], wanted[:end], 1e-5, 1e-5)
+
+
+def test_a_full_disk_is_said(target, tmp_path, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    head = draft_chains.new_medusa(target, 2, 0)
+    states = AnswerStates(target, head, answers(5), length=16, batch_size=2, path=tmp_path / "states", most_bytes=2**20)
+    with pytest.raises(OSError, match=r"states\.partial: .* GiB \(No space left on device\).* lower states_gib"):
+        states.compute()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_epoch_has_every_answer_once_in_batches_of_like_lengths():

@@ -80,6 +80,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(target, tmp_path):
     steps: list[int] = []
     again = DraftTrainer(target, answers(20), config, tmp_path / "killed")
     assert again.step == 4
+    assert DraftTrainer(target, answers(20), replace(config, states_gib=0), tmp_path / "killed").step == 4
     again.train(lambda step, loss: steps.append(step))
     assert steps == [*range(5, 13)]
     for path, weight in whole.weights.items():
