@@ -84,7 +84,7 @@ def _allowed(request: Request, vocab_size: int, mask: np.ndarray | None) -> dict
 
 
 def _but(ids: Collection[int], vocab_size: int) -> np.ndarray:  # bool[V]
-    """All tokens but these."""
+    """All tokens but these. The eos ids of a model may lie outside its vocabulary: the device drops such ids."""
     others = np.ones(vocab_size, bool)
-    others[list(ids)] = False
+    others[[i for i in ids if 0 <= i < vocab_size]] = False
     return others

@@ -16,9 +16,9 @@ from tests.sampling.test_logit_edits import run
 V = 24
 
 
-def request_of(prompt, output, stop_ids, **params) -> Request:
+def request_of(prompt, output, stop_ids, eos=(), **params) -> Request:
     given = {"stop_token_ids": stop_ids, "max_tokens": 20} | params
-    request = Request("r", prompt, SamplingParams(**given), frozenset())
+    request = Request("r", prompt, SamplingParams(**given), frozenset(eos))
     request.token_ids += output
     return request
 
@@ -83,6 +83,16 @@ def test_it_says_what_the_device_does():
     assert 40 < len(changed) < 400
     for left, ids in zip(left_of_many(changed), expected, strict=True):
         assert left.any() and np.flatnonzero(left)[: len(ids)].tolist() == ids
+
+
+def test_an_eos_that_the_vocabulary_has_not_forbids_nothing():
+    """As a generation_config.json can name them: the device drops them."""
+    requests = [request_of([1], [], [], {3, V, 999, -1}, min_tokens=2, allowed_token_ids=only) for only in ([3], [3, V - 1])]
+    left = left_of_many(requests)
+    assert [np.flatnonzero(row).tolist() for row in left] == [[], [V - 1]]
+    errors = [why_nothing(request, V) for request in requests]
+    assert errors[0] is not None and errors[0].names == ("allowed_token_ids", "min_tokens") and errors[1] is None
+    assert why_nothing(request_of([1], [], [], {V}, min_tokens=2), V) is None
 
 
 def test_a_mask_counts_as_the_form():
