@@ -121,6 +121,7 @@ class Constraints:
 
 
 def check_start(request: Request, grammar: Grammar, vocab_size: int) -> None:
-    """Raises NothingAllowedError for a request whose other parameters forbid every token with which its form can begin."""
-    if forbids(request.params):
+    """Raises NothingAllowedError for a request whose other parameters forbid every token with which its form can begin. One
+    that has begun is not checked: what its parameters forbid by now says nothing of the form's beginning."""
+    if forbids(request.params) and not request.num_output_tokens:
         nothing_allowed.check_something(request, vocab_size, GrammarState(grammar, forces=False).mask())

@@ -9,9 +9,10 @@ import pytest
 from jaxserve.hosts.pulse import HostLostError
 from jaxserve.serving import engine_loop
 from jaxserve.serving.async_llm import AsyncLLM
-from jaxserve.serving.messages import FailedError, UnavailableError
+from jaxserve.serving.messages import Compiled, FailedError, UnavailableError
+from jaxserve.structured_outputs import StructuredOutputsParams
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from tests.alphabet_model import after
+from tests.alphabet_model import after, ids
 from tests.serving.asking import ask, long, pages_back, run, text_of
 
 
@@ -44,6 +45,20 @@ def test_a_step_that_raises_fails_what_runs_and_serves_on(llm, monkeypatch):
             assert await text_of(engine, ask("a")) == after("a", 8)
             assert engine.stats.num_failures == 1
             await pages_back(engine)
+
+    run(main())
+
+
+def test_a_form_that_the_loop_hears_of_late_is_checked_at_its_beginning(llm, monkeypatch):
+    """The engine knows first that it is compiled: a token is out before the loop accepts the request. What forbids that token a
+    second time says nothing of the beginning."""
+    send = engine_loop.EngineLoop.send
+    monkeypatch.setattr(engine_loop.EngineLoop, "send", lambda self, told: isinstance(told, Compiled) or send(self, told))
+    late = ask("t", structured_outputs=StructuredOutputsParams(regex="abc"), bad_words_token_ids=[ids("aa")])
+
+    async def main():
+        async with AsyncLLM(llm) as engine:
+            assert await text_of(engine, late) == "abc"
 
     run(main())
 
