@@ -114,7 +114,7 @@ class Machine:
                 schedule, self.scheduler.rows, tokens, counts if schedule.num_drafts else None, self.lengths.proposed
             )
         if outcomes is not None:
-            self.stats.add_drafts(schedule, outcomes, result)
+            self.stats.add_drafts(schedule, outcomes, result, any_ended=bool(result.finished))
         ended = time.perf_counter()
         if schedule.num_decodes < schedule.num_seqs:
             return None

@@ -172,7 +172,8 @@ class StepPipeline:
         if self.host_drafts is not None and self.draft_lengths is not None:
             self.host_drafts.propose(schedule, self.scheduler.rows, tokens, counts, self.draft_lengths.proposed)
         if draft_outcomes is not None:
-            self.stats.add_drafts(schedule, draft_outcomes, result)
+            any_ended = bool(result.finished or outputs)  # these by bad rows
+            self.stats.add_drafts(schedule, draft_outcomes, result, any_ended=any_ended)
         brought = outputs_of(schedule, result, sampled)
         if result.finished:
             self._end_finished(brought)

@@ -78,11 +78,14 @@ class EngineStats:
         if speculates and schedule.num_decodes:
             self.steps_by_num_drafts[int(schedule.q_lens[: schedule.num_decodes].max()) - 1] += 1
 
-    def add_drafts(self, schedule: Schedule, outcomes: DraftOutcomes, result: StepResult) -> None:
+    def add_drafts(self, schedule: Schedule, outcomes: DraftOutcomes, result: StepResult, *, any_ended: bool) -> None:
         """Counts the drafts of one step, here and with their requests. `result`: what the step brought; a draft that stood past a
-        stop is none of it and does not count as accepted."""
+        stop, or behind a bad row, is none of it and does not count as accepted.
+
+        any_ended: whether the step ended requests, by its tokens or by bad rows. While it is False, no request is asked.
+        """
         requests, accepted = [schedule.requests[i] for i in outcomes.entries.tolist()], outcomes.num_accepted
-        if result.finished:
+        if any_ended:
             ended = [i for i, request in enumerate(requests) if request.finished]
             accepted, num_delivered = accepted.copy(), Counter(map(id, result.requests))
             for i in ended:

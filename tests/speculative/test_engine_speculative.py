@@ -236,6 +236,22 @@ def test_accepted_drafts_are_output_tokens(asynchronous):
     assert stopped > 2, "drafts were hardly ever a stop"
 
 
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_a_draft_that_equals_a_bad_rows_sample_is_not_accepted(asynchronous):
+    """A row that has no token left samples 0, which means nothing. Here 0 is the draft, and a token could follow it."""
+    engine = make_engine({**NGRAM, "prompt_lookup_min": 1}, async_scheduling=asynchronous)
+    params = SamplingParams(temperature=0, max_tokens=9, allowed_token_ids=[5], ignore_eos=True)
+    (fine,) = engine.add_request("fine", [7, 5, 5, 5, 7], params)
+    (bad,) = engine.add_request("bad", [7, 5, 0, 7], params.with_(bad_words_token_ids=[[5, 5]]))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert (fine.finish_reason, fine.num_output_tokens) == ("length", 9)
+    assert bad.finish_reason == "error" and bad.output_token_ids == [5] and "every token" in str(bad.stop_reason)
+    assert fine.metrics is not None and bad.metrics is not None
+    assert bad.metrics.num_draft_tokens and not bad.metrics.num_accepted_tokens
+    assert engine.stats.num_accepted_tokens == fine.metrics.num_accepted_tokens > 0
+
+
 @pytest.mark.slow
 def test_rejection_obeys_grammars(compiler, tokenizer):
     engine = make_engine({**NGRAM, "acceptance": "rejection"})
