@@ -6,6 +6,7 @@ import pytest
 
 from tests.alphabet_model import after, ids
 from tests.serving.calls import chat, chunks, complete, ok, refusal
+from tests.serving.dialects.answers import named_events
 from tests.serving.test_operator_routes import metric
 
 YES = {"structured_outputs": {"choice": ["yes", "no"]}}
@@ -49,6 +50,69 @@ def test_a_form_that_breaks_off_is_the_requests_mistake(server, ask):
     *begun, last = chunks(ask(server, stream=True, **LATER))
     texts = [c["choices"][0].get("text") or c["choices"][0].get("delta", {}).get("content", "") for c in begun]
     assert "".join(texts) == "ab" and last["error"]["message"] == SAID_LATER and last["error"]["code"] == "bad_request"
+
+
+def test_an_eos_that_the_vocabulary_has_not_is_no_end_of_the_server(server, shared_llm, monkeypatch):
+    monkeypatch.setattr(shared_llm.engine, "eos_token_ids", frozenset({256, 260, 999}))
+    assert ok(complete(server, min_tokens=2, max_tokens=3))["choices"][0]["text"] == after("tea", 3)
+    assert (
+        "allowed_token_ids and min_tokens together" in refusal(complete(server, min_tokens=2, allowed_token_ids=[256]))["message"]
+    )
+
+
+@pytest.fixture
+def few(server, monkeypatch):
+    """The server, where every request has allowed_token_ids that it did not give: Responses and Messages have no such field."""
+    given = server.engine.default_sampling_params.with_(allowed_token_ids=ids('{"abx'))
+    monkeypatch.setattr(server.engine, "default_sampling_params", given)
+    return server
+
+
+BROKEN_OFF = {"type": "object", "properties": {"abcd": {"type": "null"}}, "required": ["abcd"], "additionalProperties": False}
+SAID_BROKEN_OFF = (
+    "allowed_token_ids and structured_outputs (or response_format, or tools) together forbid every token after 4 tokens"
+)
+
+
+def test_a_stream_of_responses_ends_in_an_event(few):
+    form = {"type": "json_schema", "name": "x", "schema": BROKEN_OFF}
+    body = {"input": "tea", "temperature": 0, "text": {"format": form}}
+    assert refusal(few.client.post("/v1/responses", json=body))["message"].startswith(SAID_BROKEN_OFF)
+    answer = few.client.post("/v1/responses", json=body | {"stream": True})
+    assert answer.status_code == 200
+    events = named_events(answer.text)
+    assert "".join(data["delta"] for name, data in events if name == "response.output_text.delta") == '{"ab'
+    name, data = events[-1]
+    assert name == "response.failed" and data["response"]["status"] == "failed"
+    fault = data["response"]["error"]
+    assert fault["code"] == "invalid_prompt" and fault["message"].startswith(SAID_BROKEN_OFF)
+
+
+def test_a_response_in_the_background_says_why_it_failed(few):
+    form = {"type": "json_schema", "name": "x", "schema": BROKEN_OFF}
+    body = {"input": "tea", "temperature": 0, "text": {"format": form}, "background": True}
+    made = ok(few.client.post("/v1/responses", json=body))
+    few.wait_idle()
+    while made["status"] in ("queued", "in_progress"):
+        made = ok(few.client.get(f"/v1/responses/{made['id']}"))
+    assert made["status"] == "failed" and made["error"]["code"] == "invalid_prompt"
+    assert made["error"]["message"].startswith(SAID_BROKEN_OFF)
+
+
+def test_a_stream_of_messages_ends_in_an_event(few):
+    config = {"format": {"type": "json_schema", "schema": BROKEN_OFF}}
+    body = {"model": "alphabet", "max_tokens": 30, "temperature": 0, "messages": [{"role": "user", "content": "tea"}]}
+    body["output_config"] = config
+    whole = few.client.post("/v1/messages", json=body)
+    assert whole.status_code == 400 and whole.json()["error"]["message"].startswith(SAID_BROKEN_OFF)
+    answer = few.client.post("/v1/messages", json=body | {"stream": True})
+    assert answer.status_code == 200
+    events = named_events(answer.text)
+    assert "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta") == '{"ab'
+    name, data = events[-1]
+    assert name == "error" and data["error"]["type"] == "invalid_request_error"
+    assert data["error"]["message"].startswith(SAID_BROKEN_OFF)
+    assert "message_stop" not in [name for name, _ in events]
 
 
 def test_generate_says_so_too(server):

@@ -74,15 +74,17 @@ class Answer:
                         yield self._event(one)
                 self._complete()
             except Exception as error:
-                self.fail(describe(error)[1].error.message)
+                self.fail(error)
 
     def end(self) -> bytes:
         """The last event of a stream. The response is as it will be kept."""
         return self._lifecycle(self.response.status)
 
-    def fail(self, message: str) -> None:
-        """The response has failed."""
-        self.response.status, self.response.error = "failed", ResponseFault("server_error", message)
+    def fail(self, error: Exception) -> None:
+        """The response has failed, by the request's own mistake or by the server's fault."""
+        status, said, _ = describe(error)
+        code = "invalid_prompt" if status == 400 else "server_error"
+        self.response.status, self.response.error = "failed", ResponseFault(code, said.error.message)
         self._account()
 
     def cancel(self) -> None:

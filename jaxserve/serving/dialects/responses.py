@@ -34,7 +34,7 @@ from jaxserve.serving.dialects.responses_protocol import (
     chat_messages,
 )
 from jaxserve.serving.dialects.turn import Turn, beside, chat_request, renaming
-from jaxserve.serving.errors import RefusedError, describe
+from jaxserve.serving.errors import RefusedError
 from jaxserve.serving.generation import Served
 from jaxserve.serving.keys import KeyUse
 from jaxserve.serving.messages import UnavailableError
@@ -334,7 +334,7 @@ async def _run(answer: Answer) -> None:
     try:
         await answer.whole()
     except Exception as error:
-        answer.fail(describe(error)[1].error.message)
+        answer.fail(error)
 
 
 async def _record(answer: Answer, log: EventLog) -> None:
@@ -343,7 +343,7 @@ async def _record(answer: Answer, log: EventLog) -> None:
         async for event in answer.events():
             log.add(event)
     except Exception as error:
-        answer.fail(describe(error)[1].error.message)
+        answer.fail(error)
 
 
 def to_chat(body: ResponsesRequest, items: list[Any]) -> ChatRequest:

@@ -66,9 +66,9 @@ class ResponseUsage(Struct):
 
 
 class ResponseFault(Struct):
-    """Why a response failed."""
+    """Why a response failed. code: OpenAI's; invalid_prompt is its word for a request that is at fault itself."""
 
-    code: Literal["server_error"]
+    code: Literal["server_error", "invalid_prompt"]
     message: str
 
 
