@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 COST_SHARE = 0.01  # of the steps' time that saving may cost at first
 LEAST_SHARE = 0.001  # and however long nothing is hit
 ALLOWANCE = 0.1  # seconds that saving may cost before anything is hit; as far below nothing the share is 0
-LIMIT = 2.0  # seconds that hits may fill in, and that may be owed
+LIMIT = 2.0  # seconds that hits may fill in
+MAX_DEBT = 5 * ALLOWANCE  # seconds that may be owed: at LEAST_SHARE 400 s of steps pass then before anything is saved
 _MAX_UNPAID = ALLOWANCE * (COST_SHARE / LEAST_SHARE - 1)  # seconds, with which LEAST_SHARE is left
 MAX_SKIPPED = 1 << 16  # pages that are remembered
 _HASHES = 1 << 64  # numbers that the first eight bytes of a hash make
@@ -28,7 +29,7 @@ class SavePace:
 
     def __init__(self, *, always: bool):
         self._always = always
-        self._balance = ALLOWANCE  # seconds in the bucket, in [-LIMIT, LIMIT]
+        self._balance = ALLOWANCE  # seconds in the bucket, in [-MAX_DEBT, LIMIT]
         self._unpaid = 0.0  # seconds that saving has cost, less those that hits have saved, in [-LIMIT, _MAX_UNPAID]
         self._skipped: dict[bytes, None] = {}  # the oldest first
 
@@ -40,7 +41,7 @@ class SavePace:
 
     def saved(self, seconds: float) -> None:
         """Saving has cost so much."""
-        self._balance = max(self._balance - seconds, -LIMIT)
+        self._balance = max(self._balance - seconds, -MAX_DEBT)
         self._unpaid = min(self._unpaid + seconds, _MAX_UNPAID)
 
     def hit(self, seconds: float) -> None:

@@ -4,7 +4,9 @@ import hashlib
 
 import pytest
 
+from jaxserve.engine import stored_pages
 from jaxserve.engine.save_pace import ALLOWANCE, COST_SHARE, LEAST_SHARE, LIMIT, MAX_SKIPPED, SavePace
+from jaxserve.execution.page_transfer import TRANSFER_PAGES
 from tests.dummy import add, poison
 from tests.engine.storing import HOST, asks, counts, engine_with, expected, run, settle, stored
 
@@ -40,9 +42,10 @@ def test_the_least_share_of_the_steps_time_is_left():
     """However long nothing was hit: what costs no more is saved whole."""
     pace = SavePace(always=False)
     pace.saved(1e3)
-    pace.ran(0.9 * (LIMIT - ALLOWANCE) / LEAST_SHARE)
+    pace.ran(3 * ALLOWANCE / LEAST_SHARE)
     assert pace.share == 0, "more than that is owed"
-    pace.ran(0.1 * LIMIT / LEAST_SHARE + 2 * ALLOWANCE / LEAST_SHARE)
+    pace.ran(3 * ALLOWANCE / LEAST_SHARE)
+    assert pace.share == 1, "a burst, however long, delays saving by a few times what may be saved at first"
     assert served_at(pace, 0.9 * LEAST_SHARE) == len(HASHES) and pace.share == 1
     assert served_at(pace, 3 * LEAST_SHARE) < len(HASHES)
 
@@ -58,14 +61,26 @@ def test_hits_bring_the_first_share_back():
     assert served_at(pace, cost, HASHES[:400]) == pytest.approx(num_first, abs=3)
 
 
-def test_hits_pay_for_saving():
-    """One in ten requests is hit, and saves half a second."""
+@pytest.mark.parametrize("burst", [0.0, 0.5, 1e3])
+def test_hits_pay_for_saving(burst):
+    """One in ten requests is hit, and saves a second. A burst of saves before the first hit is forgotten soon."""
     pace = SavePace(always=False)
+    pace.saved(burst)
     num_saved = 0
     for i in range(0, 1000, 10):
-        pace.hit(0.5)
+        pace.hit(1.0)
         num_saved += served_at(pace, 0.05, HASHES[i : i + 10])
     assert num_saved == 1000
+
+
+def test_hits_pay_for_saving_that_comes_before_them():
+    """The first ten requests spend more than may be spent before any hit; of all later ones all are saved."""
+    pace = SavePace(always=False)
+    num_saved = []
+    for i in range(0, 1000, 10):
+        num_saved.append(served_at(pace, 0.05, HASHES[i : i + 10]))
+        pace.hit(1.0)
+    assert num_saved[0] < 10 and num_saved[1:] == [10] * 99
 
 
 def test_write_through_saves_everything():
@@ -182,3 +197,34 @@ def test_what_saving_costs_is_counted(engine):
     stored(engine).pace.compute_seconds = 1e3  # of a page: hits save much
     asked(engine, asks(0)[0], "b")
     assert counts(engine).num_hit_tokens == 36 and counts(engine).hit_gain_seconds > 1e3
+
+
+class TimedStore:
+    """A store whose saves each say that they took 100 seconds of its thread."""
+
+    def __init__(self, store):
+        self._store, self.num_saves = store, 0
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def poll(self, timeout=0.0):
+        ended = self._store.poll(timeout)
+        for job, _ in ended:
+            if job.kind == "save":
+                job.seconds = 100.0
+                self.num_saves += 1
+        return ended
+
+
+@pytest.mark.parametrize("shares_cores", [True, False])
+def test_the_stores_thread_is_charged_once_and_take_by_its_bytes(engine, monkeypatch, shares_cores):
+    """On a CPU; elsewhere the engine's thread alone, which takes no second here."""
+    pages = stored(engine)
+    pages.store = store = TimedStore(pages.store)
+    monkeypatch.setattr(pages, "_shares_cores", shares_cores)
+    monkeypatch.setattr(stored_pages, "TAKE_RATE", pages._layout.page_bytes / 10)  # 10 s a page
+    asked(engine, asks(0)[0])
+    assert num_written(engine) == 12 and store.num_saves >= 3
+    of_each = 100 + 10 * TRANSFER_PAGES if shares_cores else 0
+    assert counts(engine).save_seconds == pytest.approx(of_each * store.num_saves, abs=1)

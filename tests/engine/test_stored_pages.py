@@ -16,6 +16,7 @@ from jaxserve.execution.page_transfer import MAX_SAVES, TRANSFER_PAGES
 from jaxserve.kv_store.disk import DiskTier
 from jaxserve.kv_store.host import HostTier
 from jaxserve.kv_store.store import Job, TieredStore
+from jaxserve.kv_store.tier import PageLayout
 from jaxserve.request import Request, RequestStatus
 from tests.dummy import ONE_BUCKET, SEQS, Ask, add, assert_empty, differences, dummy_model, make_engine, poison, serve
 from tests.engine.store_faults import Flaky
@@ -189,7 +190,7 @@ class Saves:
 def pages_of_two_groups() -> tuple[StoredPages, Saves]:
     saves: Any = Saves()
     pools: Any = [SimpleNamespace(num_pages=64, page_size=4, holds=lambda page, hash_: True) for _ in range(2)]
-    pages = StoredPages(saves, cast(Any, None), saves, ("", ""), KVStoreStats(), SavePace(always=True))
+    pages = StoredPages(saves, PageLayout(1, 1, 4, 8, jnp.float32), saves, ("", ""), KVStoreStats(), SavePace(always=True))
     pages.attach(pools, cast(Any, SimpleNamespace(composer=SimpleNamespace())))
     for group, pool in enumerate(pools):
         pool.journal.extend((page, b"%d %d" % (group, page)) for page in range(40))
