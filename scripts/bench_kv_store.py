@@ -10,7 +10,8 @@ the same ratio of the process's processor time, which others on the machine dist
 asked all at once, four times as many as run together: what the store costs where steps are full, and pages are stored beside them.
 
 Then the engine with the store begins anew, and rounds follow in which nothing is ever hit: first turns and full batches alone, all
-of them new. Ratios are medians of the rounds', with an interval of confidence of 95%. All programs are compiled before.
+of them new. Ratios are medians of the rounds', with an interval of confidence of 95% where there are six rounds
+or more. All programs are compiled before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jaxserve.cli.common.bench_models import bench_model
 from jaxserve.cli.common.command import refuse_bad_input, run_command
 from jaxserve.cli.common.engine_flags import define_engine_flags, engine_options
 from jaxserve.cli.common.provenance import provenance, write_json
+from scripts.bench.ratio_of_rounds import Seconds, ratio_of
 
 _CONVERSATIONS = flags.DEFINE_integer("conversations", 6, "Conversations of a round.", lower_bound=1)
 _TURN = flags.DEFINE_integer("turn", 1024, "Tokens of a first turn's prompt.", lower_bound=2)
@@ -40,7 +42,6 @@ _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is s
 define_engine_flags(model="tiny-qwen3", warm_up="all", kv_store="host:1GiB", max_num_seqs=4)
 
 
-Seconds = dict[str, list[float]]  # of each round, without the store ("off") and with it ("on")
 Spent = tuple[float, float]  # seconds, and seconds of processor time
 
 
@@ -180,14 +181,6 @@ def main() -> None:
     report(rounds, stats, engines["on"].stats.kv_store)
 
 
-def ratio_of(seconds: Seconds) -> tuple[float, list[float]]:
-    """(the median of the rounds' ratios, with the store over without it; its interval of confidence of 95%, by ranks)."""
-    ratios = sorted(on / off for off, on in zip(seconds["off"], seconds["on"], strict=True))
-    reach = int(1.96 * len(ratios) ** 0.5 / 2) + 1  # ranks from the middle: of how many lie below the median, binomial
-    middle = len(ratios) // 2
-    return statistics.median(ratios), [ratios[max(0, middle - reach)], ratios[min(len(ratios) - 1, middle + reach)]]
-
-
 def report(rounds: Rounds, stats: Any, unhit_stats: Any) -> None:
     """Prints one line, and writes the JSON. unhit_stats: of rounds in which nothing is ever hit."""
     medians = {name: [statistics.median(seconds) for seconds in rounds.ttft[name]] for name in rounds.ttft}
@@ -198,7 +191,7 @@ def report(rounds: Rounds, stats: Any, unhit_stats: Any) -> None:
             continue
         ratio, interval = ratios[name] = ratio_of(seconds)
         result |= {f"seconds_{name}": seconds, f"{name}_ratio": ratio, f"{name}_interval": interval}
-    said = {name: f"{ratio:.3f} ({low:.3f} to {high:.3f})" for name, (ratio, (low, high)) in ratios.items()}
+    said = {n: f"{ratio:.3f}" + (f" ({found[0]:.3f} to {found[1]:.3f})" if found else "") for n, (ratio, found) in ratios.items()}
     off, on = (1e3 * statistics.median(medians[name]) for name in ("off", "on"))
     print(
         f"{flags.FLAGS.model}, {flags.FLAGS.kv_store}: median time to the first token of second turns {off:.1f} ms without the "

@@ -33,7 +33,6 @@ def test_second_turns_hit(tmp_path):
     off, on = (result["seconds_batch"][name] for name in ("off", "on"))
     assert len(off) == len(on) == 2 and result["batch_ratio"] == pytest.approx(sum(b / a for a, b in zip(off, on, strict=True)) / 2)
     assert len(result["unhit_shares"]) == len(result["seconds_unhit_first"]["on"]) == 3
-    low, high = result["unhit_first_interval"]
-    assert low <= result["unhit_first_ratio"] <= high
+    assert result["unhit_first_interval"] is None and result["unhit_first_ratio"] > 0, "three rounds are too few"
     pages = sum(tier["pages_written"] for tier in result["unhit_tiers"]) + result["unhit_skipped_tokens"] // 16
     assert pages >= 3 * (4 * 6 + 8 * 3), "each full page of a prompt is saved or counted as left out"
