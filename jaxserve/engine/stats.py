@@ -24,7 +24,8 @@ class KVStoreStats:
     num_queried_tokens: looked up in the store, behind what the prefix cache had. num_hit_tokens: of these, loaded.
     num_failed_loads: that brought fewer pages than were found, or came too late. num_skipped_tokens: computed, and not saved, since
     nothing that was saved is hit. save_share: of the requests, whose pages are saved now. save_seconds: that saving has cost where
-    steps run. hit_gain_seconds: that loads were faster than steps. tiers: nearest first.
+    steps run: measured of the threads, estimated of `take`. hit_gain_seconds: that loads were faster than steps. tiers: nearest
+    first.
     """
 
     num_queried_tokens: int = 0

@@ -53,7 +53,10 @@ _STORE = {  # name -> (field of KVStoreStats, help), of counters
         "Loads from the store of KV that brought less than was found, or came too late.",
     ),
     "kv_store_skipped_tokens": ("num_skipped_tokens", "Tokens computed and not saved, since nothing that was saved is hit."),
-    "kv_store_save_seconds": ("save_seconds", "Time that saving has taken from the steps."),
+    "kv_store_save_seconds": (
+        "save_seconds",
+        "Time that saving has taken from the steps: threads' measured, on a CPU with the copy of pages, estimated by bytes.",
+    ),
     "kv_store_hit_gain_seconds": ("hit_gain_seconds", "Time by which loads from the store were faster than computing."),
 }
 _TIERS = {  # field of TierStats -> (help, kind)
