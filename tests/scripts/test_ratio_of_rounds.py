@@ -18,6 +18,7 @@ def test_there_is_no_interval_of_fewer_than_six_rounds():
 def test_the_interval_holds_the_median_as_often_as_it_says(num_rounds):
     """By every number of ratios that may lie below it, with their chances; and a shorter one does not."""
     _, interval = ratio_of({"off": [1.0] * num_rounds, "on": [float(i) for i in range(num_rounds)]})
+    assert interval is not None
     low, high = map(int, interval)
     assert low == num_rounds - 1 - high, "as many ranks from below as from above"
 
