@@ -124,6 +124,9 @@ INTERPRETED = (
     Case("gpu-scale-negative", MIXED, Heads(4, 1, 64), 64, "bfloat16", scale=-0.1),
     Case("gpu-scale-0", ((1, 130), (9, 70)), Heads(4, 1, 64), 64, "bfloat16", scale=0.0),
     Case("gpu-scale-tiny", ((1, 130), (1, 65)), Heads(2, 1, 64), 64, "float16", scale=1e-8, max_q_len=1),
+    # Capped logits, and blocks that are seen whole; with a cap of 50 a scale at which rows saturate.
+    Case("gpu-soft_cap", CHUNKS, small("smollm2_135m", 1), 64, "bfloat16", scale=16.0, soft_cap=50.0),
+    Case("gpu-decodes-soft_cap", ((1, 200), (1, 65)), small("qwen3_8b", 1), 64, "bfloat16", soft_cap=5.0, max_q_len=1),
     # Of tiles of 32 tokens: the first consumer passes by a last block that is partly filled, or has the only row of it.
     Case("gpu-pass_by-8b", PASS_BY, small("qwen3_8b", 1), 64, "bfloat16"),
     Case("gpu-pass_by-window-soft_cap", PASS_BY, Heads(4, 1, 64), 16, "bfloat16", sliding_window=20, soft_cap=3.0),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from scripts.ptx.log import Log, batch_makers, digest_of, interpreter
+from scripts.ptx.machine import SCHEDULES
 from scripts.ptx.program import PtxError
 
 # Files of this package that leave what a batch's run finds as it is.
@@ -32,11 +33,11 @@ class Report:
 
 
 def check_program(program: Any, seeds: int, coverage: Any, report: Report, *, by_turns: bool = False) -> None:
-    """Every batch of a program in so many schedules. by_turns: but for the first one each in one of these alone, the next one each
-    time. What the report's log has of the same PTX is not run again."""
+    """Every batch of a program in so many schedules. by_turns: but for the first one each in one alone, of all kinds by turns. What
+    the report's log has of the same PTX is not run again."""
     before, ran = len(report.faults), []
     for i, run in enumerate(program.runs):
-        outputs, chosen = set(), [i % seeds] if by_turns and i else range(seeds)
+        outputs, chosen = set(), [i % len(SCHEDULES)] if by_turns and i else range(seeds)
         for seed in chosen:
             entry = _entry(program, run, seed, report, looks=seed == chosen[0])
             ran.append(entry)

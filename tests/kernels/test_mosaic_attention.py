@@ -35,7 +35,7 @@ IN_CI = {
     *("gpu-mixed-0.6b", "gpu-decodes-8b", "gpu-mixed-32b", "gpu-drafts-32b", "gpu-page_128-smollm2", "gpu-page_32-window"),
     *("gpu-decodes-window-soft_cap", "gpu-page_16-last_page_seen", "gpu-nothing", "gpu-fills_the_pool", "gpu-split"),
     *("gpu-long-decodes", "gpu-long-mixed", "gpu-long-mixed-8b", "gpu-scale-negative", "gpu-scale-0", "gpu-pass_by-8b"),
-    "gpu-pass_by-window-soft_cap",
+    *("gpu-soft_cap", "gpu-decodes-soft_cap", "gpu-pass_by-window-soft_cap"),
 }
 # Four consumers, round their ring three times, and others with three items each.
 FOUR = Case(

@@ -53,14 +53,14 @@ def test_a_run_that_goes_on_finds_what_the_first_one_found(tmp_path, body, want,
     assert row == first.programs[0] and row["ran_for"] == ["a100"] and row["ptx"] == digest_of(program.kernels)
 
 
-@pytest.mark.parametrize(("body", "faults"), [(BARRIER, 0), (ELSEWHERE, 3)])
-def test_by_turns_the_first_batch_runs_in_all_schedules_and_each_other_in_one(body, faults):
+@pytest.mark.parametrize(("body", "faults"), [(BARRIER, 0), (ELSEWHERE, 7)])
+def test_by_turns_the_first_batch_runs_in_all_schedules_and_each_other_in_one_of_five_kinds(body, faults):
     """Values are looked at in whichever comes first."""
     program, report = suite(body, calls=(calls := [])), Report("a100", Log(None))
     (run,) = program.runs
-    program = dataclasses.replace(program, runs=tuple(dataclasses.replace(run, name=f"{run.name} {i}") for i in range(3)))
+    program = dataclasses.replace(program, runs=tuple(dataclasses.replace(run, name=f"{run.name} {i}") for i in range(7)))
     check_program(program, 2, Coverage(), report, by_turns=True)
-    assert calls == [0, 1, 1, 0] and len(report.faults) == faults
+    assert calls == [0, 1, 1, 2, 3, 4, 0, 1] and len(report.faults) == faults
 
 
 def test_more_schedules_run_those_that_are_new(tmp_path):
