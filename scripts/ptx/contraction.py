@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from scripts.ptx.program import Group, Instruction, Literal, Operand, Program, Register
+from scripts.ptx.program import Group, Instruction, Literal, Operand, Program, PtxError, Register
 
 # PTX ISA, 9.7.3 to 9.7.5 (add, sub, mul of floats, halves, mixed precision): "mul/add and mul/sub sequences with no rounding
 # modifiers may be optimized to use fused-multiply-add instructions on the target device".
@@ -55,10 +55,14 @@ def _held(program: Program) -> list[Held]:
 
 
 def _following(program: Program, index: int) -> list[int]:
-    """The instructions that may run next."""
+    """The instructions that may run next. Raises PtxError where a branch does not name its target: a way would be lost."""
     i = program.instructions[index]
-    opcode = i.opcode.partition(".")[0]
-    found = [program.labels[i.operands[0].text]] if opcode == "bra" and isinstance(i.operands[0], Literal) else []
+    opcode, found = i.opcode.partition(".")[0], []
+    if opcode in ("bra", "brx"):
+        target = i.operands[0]
+        if opcode == "brx" or not isinstance(target, Literal) or target.text not in program.labels:
+            raise PtxError(f"where it goes is not known: {i}")
+        found = [program.labels[target.text]]
     if opcode not in ("bra", "ret") or i.guard is not None:
         found.append(index + 1)
     return [following for following in found if following < len(program.instructions)]

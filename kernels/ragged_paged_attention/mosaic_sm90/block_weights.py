@@ -30,12 +30,12 @@ from kernels.ragged_paged_attention.work_list import BLOCK
 
 PARTS = 8  # of a row's total: columns of which each of the row's four threads has two, as of all columns of a block
 # Of capped logits, in units of log2: the largest cap whose weights need no maximum, and how far below 1 weights may be. Past that
-# the largest are above 1. So weights and sums of them are normal numbers of bfloat16's range, as is their product with any value
-# up to 2^38.
+# the largest are above 1, at most 2^72. So weights and sums of them are normal numbers of bfloat16's range, and sums of 2^17 values
+# below 2^37, so weighted, are below 2^126.
 MAX_CAP, LEAST_WEIGHT = 90.0, 108.0
 BY_PRODUCTS = 16  # columns of a block whose bounded weights take no exponential: the unit for these bounds a kernel that caps
 ROUNDING = 1.5 * 2**23  # added to an f32 and taken away again, it rounds to an integer
-# 2^x from -1/2 to 1/2, by the powers of x: of degree 5, the first one exact, least relative error (2^-23.4).
+# 2^x from -1/2 to 1/2, by the powers of x: of degree 5, the first one exact, with a relative error of at most 2^-23.1.
 EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
 
 
@@ -125,7 +125,7 @@ def halves(y: Any) -> Any:
 
 def exp2_by_products(x: Any) -> Any:
     """exp2 of f32 up to a magnitude of 125 by multiply-adds: 2^i times a polynomial in what is left, as FlashAttention-4 does it.
-    The relative error is at most 2^-22.5. Of a NaN it is any number, and the other columns of the four are NaN too."""
+    The relative error is at most 2^-22.5. Of a GPU's NaN, 0x7FFFFFFF, it is the largest number, which is infinite in bfloat16."""
     shifted = x + ROUNDING  # i in its lowest bits
     if gpu.is_interpreted():
         shifted = again(shifted)  # XLA would take away again what was added

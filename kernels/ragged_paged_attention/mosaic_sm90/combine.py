@@ -97,8 +97,8 @@ def _join_group(refs: _Refs, K: int, seq, head, first, count) -> None:
 
     for i in range(DEPTH):
         pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
-    state = lax.fori_loop(0, count, fold, softmax_state.empty(H))
-    refs.out_smem[...] = softmax_state.output(state).astype(refs.out_smem.dtype)
+    acc, _, total = lax.fori_loop(0, count, fold, softmax_state.empty(H))
+    refs.out_smem[...] = softmax_state.output(acc, total).astype(refs.out_smem.dtype)
     gpu.commit_smem()
     token = refs.cu_q_lens[seq]
 

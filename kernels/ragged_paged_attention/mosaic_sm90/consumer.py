@@ -263,9 +263,8 @@ def _fold_bounded(g: Geometry, smem: Scratch, me, item: Item, position, end, beg
         return acc[...], totals, *after
 
     acc, totals, *after = pl.run_scoped(walk, gpu.ACC((ROWS, smem.q.shape[-1]), jnp.float32))
-    maximum = gpu.layout_cast(
-        jnp.zeros((ROWS,), jnp.float32), gpu.WGMMA_ROW
-    )  # of every state: none is scaled where they are joined
+    # Of every state: none is scaled where they are joined.
+    maximum = gpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), gpu.WGMMA_ROW)
     return (acc, maximum, totals), *after
 
 
@@ -329,7 +328,7 @@ def _store_rows(g: Geometry, refs: Refs, smem: Scratch, me, item: Item, token, t
     """Writes finished rows: those of `tokens` tokens from row `token` of q on."""
     acc = jnp.concatenate([gpu_tiles.kept(smem.joined.at[me, piece]) for piece in range(smem.joined.shape[1])], axis=1)
     total = gpu.load(smem.joined_stats.at[me, 1], layout=gpu.WGMMA_ROW)
-    rows = softmax_state.output((acc, total, total)).astype(smem.out.dtype)
+    rows = softmax_state.output(acc, total).astype(smem.out.dtype)
     gpu.commit_smem()  # all have read smem.joined, whose memory smem.out is
     gpu_tiles.write_tile(rows, smem.out.at[me, 0])
     gpu.commit_smem()

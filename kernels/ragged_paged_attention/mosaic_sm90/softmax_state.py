@@ -39,7 +39,6 @@ def join_acc(a: jax.Array, b: jax.Array, from_a: jax.Array, from_b: jax.Array) -
     return a * spread(from_a, a) + b * spread(from_b, b)
 
 
-def output(state: State) -> jax.Array:  # f32[64, H]
-    """What the rows attend to; 0 for one that has seen nothing."""
-    acc, _, total = state
+def output(acc: jax.Array, total: jax.Array) -> jax.Array:  # f32[64, H]
+    """What the rows of a state attend to; 0 for one that has seen nothing."""
     return acc / spread(jnp.where(total == 0, 1.0, total), acc)

@@ -6,7 +6,7 @@ import pytest
 from scripts.ptx.agreement import Agreement, Output
 from scripts.ptx.compiled import Kernel
 from scripts.ptx.contraction import contractable
-from scripts.ptx.program import parse
+from scripts.ptx.program import PtxError, parse
 from tests.scripts.ptx.snippets import RECORDED, launch, program
 
 PRODUCT = "mul.f32 %f1, %f2, %f3;"
@@ -37,6 +37,12 @@ PRODUCT = "mul.f32 %f1, %f2, %f3;"
 )
 def test_pairs(body, pairs):
     assert [taken.text for _, taken in contractable(program(body))] == pairs
+
+
+@pytest.mark.parametrize("branch", ["bra %r1;", "@%p1 bra %r1;", "brx.idx %r1, $S;", "bra $nowhere;"])
+def test_a_branch_to_what_is_not_known_is_refused(branch):
+    with pytest.raises(PtxError, match=r"where it goes is not known: .*br"):
+        contractable(program(f"$S:\n{PRODUCT} {branch} add.f32 %f4, %f1, %f5;"))
 
 
 @pytest.mark.parametrize("path", sorted(RECORDED.glob("*.ptx*")), ids=lambda path: path.name)
