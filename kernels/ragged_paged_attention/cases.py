@@ -127,6 +127,7 @@ INTERPRETED = (
     # Capped logits, and blocks that are seen whole; with a cap of 50 a scale at which rows saturate.
     Case("gpu-soft_cap", CHUNKS, small("smollm2_135m", 1), 64, "bfloat16", scale=16.0, soft_cap=50.0),
     Case("gpu-decodes-soft_cap", ((1, 200), (1, 65)), small("qwen3_8b", 1), 64, "bfloat16", soft_cap=5.0, max_q_len=1),
+    Case("gpu-drafts-soft_cap", ((5, 200), (3, 65)), small("qwen3_8b", 1), 64, "bfloat16", soft_cap=3.0, max_q_len=5),
     # Of tiles of 32 tokens: the first consumer passes by a last block that is partly filled, or has the only row of it.
     Case("gpu-pass_by-8b", PASS_BY, small("qwen3_8b", 1), 64, "bfloat16"),
     Case("gpu-pass_by-window-soft_cap", PASS_BY, Heads(4, 1, 64), 16, "bfloat16", sliding_window=20, soft_cap=3.0),
