@@ -79,7 +79,7 @@ bench-vllm: setup ## load our server with vLLM's own client, vllm-rs (from its w
 aot-check: setup-aot ## compile our kernels and the engine's step for Hopper, without a GPU (all of it: 20 minutes; ARGS=<flags> for a part)
 	@.venv-aot/bin/python -m scripts.aot_check $(or $(ARGS),--model=qwen3-0.6b$(comma)qwen3-8b$(comma)qwen3-30b-a3b@0.92 --target=h100$(comma)h200)
 
-ptx-check: setup-aot ## run our kernels' PTX on the CPU: races, fences, values (ARGS=--cases=few: 86 s of CPU time; --target=a100; --mutations --log=FILE)
+ptx-check: setup-aot ## run our kernels' PTX on the CPU: races, fences, values (ARGS=--cases=few: a minute of CPU time; --target=a100; --mutations --log=FILE)
 	@.venv-aot/bin/python -m scripts.ptx_check $(ARGS)
 
 clients: setup-clients ## clients of other makers against our server: openai, anthropic, langchain-openai, litellm, instructor, pydantic-ai
