@@ -167,16 +167,16 @@ def _explain(trial: Trial, survivors: Sequence[tuple[int, Mutation]]) -> Iterato
 
 
 def _gone(trial: Trial, candidates: list[Mutation]) -> list[Mutation]:
-    """What of them can go at once."""
-    for batches, seeds in ((trial.cover(), (0,)), (trial.batches, ALL_SEEDS)):
-        gone: list[Mutation] = []
-        _take_out(trial, candidates, gone, batches, seeds)
-        print(
-            f"    {len(gone)} of {len(candidates)} are redundant at once: {len(batches)} batches, {len(seeds)} schedules",
-            flush=True,
-        )
-        candidates = gone
-    return candidates
+    """What of them can go at once, in all batches and schedules. What can in few of them is tried first. The rest is tried beside
+    what is left of it: it may have been kept for one that must stay."""
+    likely: list[Mutation] = []
+    _take_out(trial, candidates, likely, trial.cover(), (0,))
+    gone: list[Mutation] = []
+    for group in (likely, [m for m in candidates if m not in likely]):
+        _take_out(trial, group, gone, trial.batches, ALL_SEEDS)
+    batches, seeds = len(trial.batches), len(ALL_SEEDS)
+    print(f"    {len(gone)} of {len(candidates)} are redundant at once: {batches} batches, {seeds} schedules", flush=True)
+    return gone
 
 
 def _take_out(trial: Trial, group: list[Mutation], gone: list[Mutation], batches: Sequence[Tried], seeds: Sequence[int]) -> None:

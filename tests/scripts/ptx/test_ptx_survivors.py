@@ -4,13 +4,16 @@ import dataclasses
 import json
 import re
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
+from scripts.ptx import survivors
 from scripts.ptx.compiled import Kernel
 from scripts.ptx.log import Log
 from scripts.ptx.machine import run
+from scripts.ptx.mutations import Mutation
 from scripts.ptx.suite import Run, Workload
 from scripts.ptx.survivors import PASSED, TOGETHER, UNREACHED, UNUSED, of_suite
 from scripts.ptx.trial import Trial, broken
@@ -54,6 +57,25 @@ def test_of_two_that_do_the_same_one_is_redundant_and_the_other_says_so():
     assert first == [None, TOGETHER]
     caught, reason = second
     assert caught is None and reason and re.search(f"bar.sync 0 does the same; without both: {RACE}", reason)
+
+
+class Kept:
+    """A trial in which, in few batches, either of two changes can go and not both; in all batches the first one must stay."""
+
+    batches = ("few", "more")
+
+    def cover(self):
+        return ("few",)
+
+    def catch(self, changes, batches, seeds):
+        names = {change.kind for change in changes}
+        return "caught" if {"first", "second"} <= names or "first" in names and batches == self.batches else None
+
+
+def test_what_was_kept_for_one_that_must_stay_is_redundant():
+    trial: Any = Kept()
+    changes = [Mutation(name, i, i, ()) for i, name in enumerate(("first", "second", "third"))]
+    assert {change.kind for change in survivors._gone(trial, changes)} == {"second", "third"}
 
 
 def test_the_other_one_is_found_by_any_schedule():
