@@ -58,6 +58,11 @@ def test_it_measures_both_arrangements_and_plays_them(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["kv_seconds_a_token"]["save"] > 0 and result["kv_seconds_a_token"]["load"] > 0
-    for table in (result["measured"], result["simulated"]):
-        assert table.keys() == {"together", "apart"} and all(value > 0 for row in table.values() for value in row.values())
+    for kind in ("measured", "simulated"):
+        table = result[kind]
+        assert table.keys() == {"together", "apart"}
+        for row in table.values():
+            # On a busy machine a client may read most tokens together with the one before.
+            least = {"p50_itl_ms": -1e-9} if kind == "measured" else {}
+            assert row and all(value > least.get(metric, 0.0) for metric, value in row.items()), (kind, row)
     assert [len(values) for values in result["rounds"]["apart"].values()] == [1] * 5, "the first of two rounds is not counted"
