@@ -223,9 +223,10 @@ class Engine:
             raise ValueError(f"priority={priority} means nothing here: make the engine with scheduling_policy='priority'")
         requests = samples_of(request_id, prompt_token_ids, params, self.eos_token_ids, priority, cache_salt)
         check_something(requests[0], self.config.model.vocab_size)
-        check_score_from(score_from, len(prompt_token_ids))
         for request in requests:
             request.max_total_tokens = self.scheduler.check(request)
+        check_score_from(score_from, len(prompt_token_ids))
+        for request in requests:
             request.prompt_scores = scores_of(request, score_from)
         return requests
 
