@@ -59,12 +59,6 @@ def check_ids(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_siz
         )
 
 
-def check_score_from(score_from: int | None, num_prompt_tokens: int) -> None:
-    """ValueError for a position that is not of the prompt."""
-    if score_from is not None and not 1 <= score_from <= num_prompt_tokens:
-        raise ValueError(f"{score_from=} must be in [1, {num_prompt_tokens}], the prompt's length")
-
-
 def check_priority(priority: object) -> None:
     """ValueError for a priority that no queue can be sorted by."""
     if not isinstance(priority, numbers.Integral) or isinstance(priority, bool):

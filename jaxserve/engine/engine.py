@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxserve.batching.packer import BatchPacker
 from jaxserve.config import EngineConfig
-from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority, check_score_from
+from jaxserve.engine.admission import check_arrival, check_future, check_ids, check_kinds, check_priority
 from jaxserve.engine.demand_log import DemandWriter
 from jaxserve.engine.description import EngineDescription, describe
 from jaxserve.engine.drafting import Draft, make_drafting
@@ -225,8 +225,6 @@ class Engine:
         check_something(requests[0], self.config.model.vocab_size)
         for request in requests:
             request.max_total_tokens = self.scheduler.check(request)
-        check_score_from(score_from, len(prompt_token_ids))
-        for request in requests:
             request.prompt_scores = scores_of(request, score_from)
         return requests
 

@@ -78,8 +78,10 @@ def deliver(spans: Sequence[ScoreSpan], rows: ScoredRows) -> None:
 
 def scores_of(request: Request, first: int | None) -> PromptScores | None:
     """The PromptScores that a new request needs, for prompt_logprobs or for scores from position `first` on; None where it asks for
-    neither. Of several samples of one prompt, only the first has them."""
-    num_top = request.params.prompt_logprobs
+    neither. Of several samples of one prompt, only the first has them. ValueError for a position that is not of the prompt."""
+    num_top, num_tokens = request.params.prompt_logprobs, len(request.prompt_token_ids)
+    if first is not None and not 1 <= first <= num_tokens:
+        raise ValueError(f"score_from={first} must be in [1, {num_tokens}], the prompt's length")
     if request.sample_index or (num_top is None and first is None):
         return None
     return PromptScores(request.prompt_token_ids, 1 if num_top is not None else first or 1, num_top or 0)
