@@ -51,7 +51,7 @@ class HeadFunctions[Head: nnx.Module]:
         self.weights: list[Any] = weights
         self.abstract: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights]
         self.config = config
-        self.fused: Fused | None = fused
+        self._fused = fused
         self.model_config: ModelConfig | None = model_config
         self.dtype: Any = next(x.dtype for x in self.abstract if jnp.issubdtype(x.dtype, jnp.floating))
 
@@ -59,6 +59,10 @@ class HeadFunctions[Head: nnx.Module]:
     def num_bytes(self) -> int:
         """Of the weights."""
         return sum(x.size * x.dtype.itemsize for x in self.abstract)
+
+    def fused_of(self, num_rows: jax.Array) -> Fused | None:  # i32[]
+        """What computes the matmuls of rows of which those from num_rows on are padding; None: XLA."""
+        return None if self._fused is None else self._fused.of_rows(num_rows)
 
     def module(self, weights: list[jax.Array]) -> Head:
         """The head with these weights."""

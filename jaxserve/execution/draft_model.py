@@ -59,15 +59,15 @@ class DraftModel(WithPages):
         self, weights: list[jax.Array], state: list[jax.Array], seen: Seen
     ) -> tuple[list[jax.Array], jax.Array, jax.Array | None]:
         last = LastRows.of(seen)
-        is_real = last.seq_rows < len(seen.history)
         kv_pages, table = self.pages.branch(state, seen.page_table, last.seq_rows, last.positions)
-        work = self.pages.plan_drafts(table, is_real, last.positions)
+        work = self.pages.plan_drafts(table, last.is_real, last.positions)
+        fused = self.functions.kernels.fused_of(last.num_real, self.functions.map_rows)
 
         def draft(carry: tuple[Any, jax.Array], j: jax.Array) -> tuple[tuple[Any, jax.Array], Any]:
             kv_pages, tokens = carry
-            positions = jnp.where(is_real, last.positions + j, 0)
-            hidden, kv_pages = self._run(weights, kv_pages, tokens, self.pages.of_drafts(table, is_real, positions, work))
-            logits = self.functions.module(range(len(weights)), weights).normed_logits(hidden, self.functions.kernels.fused)
+            positions = jnp.where(last.is_real, last.positions + j, 0)
+            hidden, kv_pages = self._run(weights, kv_pages, tokens, self.pages.of_drafts(table, last.is_real, positions, work))
+            logits = self.functions.module(range(len(weights)), weights).normed_logits(hidden, fused)
             tokens, probs = choose(logits, replace(last.sampling, position=positions + 1), self.draws)
             return (kv_pages, tokens), (tokens, probs)
 

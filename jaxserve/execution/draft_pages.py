@@ -33,6 +33,8 @@ class LastRows:
     positions: jax.Array  # i32[B]: of the token just sampled; 0 for padding
     tokens: jax.Array  # i32[B]: that token
     sampling: SamplingRows  # of B rows
+    is_real: jax.Array  # bool[B]
+    num_real: jax.Array  # i32[]
 
     @classmethod
     def of(cls, seen: Seen) -> LastRows:
@@ -41,7 +43,8 @@ class LastRows:
         seq_rows = seen.seq_rows[order]
         positions = jnp.where(seq_rows < S, seen.num_tokens[order] - 1, 0)
         tokens = seen.history.at[seq_rows, positions].get(mode="fill", fill_value=0)
-        return cls(order, seq_rows, positions, tokens, jax.tree.map(lambda x: x[order], seen.sampling))
+        is_real, sampling = seq_rows < S, jax.tree.map(lambda x: x[order], seen.sampling)
+        return cls(order, seq_rows, positions, tokens, sampling, is_real, is_real.sum(dtype=jnp.int32))
 
 
 @dataclass(frozen=True)

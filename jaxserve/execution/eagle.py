@@ -71,16 +71,18 @@ class Eagle(WithPages):
     def _embed(self, head: EagleHead, target: Any, tokens: jax.Array) -> jax.Array:
         return target.embed(tokens) if head.embed_tokens is None else head.embed_tokens(tokens)
 
-    def _run(self, head: EagleHead, embedded: jax.Array, feature: jax.Array, positions: jax.Array, attend: Attend) -> Any:
-        """([T, D], what attend returned behind its output) of pairs."""
+    def _run(
+        self, head: EagleHead, embedded: jax.Array, feature: jax.Array, positions: jax.Array, attend: Attend, num_pairs: jax.Array
+    ) -> Any:
+        """([T, D], what attend returned behind its output) of pairs; those from num_pairs on are padding."""
         with jax.named_scope("eagle"):
-            return head(embedded, feature, head.rope(positions), attend, self.functions.fused)
+            return head(embedded, feature, head.rope(positions), attend, self.functions.fused_of(num_pairs))
 
     def read_body(self, weights: list[jax.Array], state: EagleState, ran: Ran) -> EagleState:
         head, target = self._modules(weights)
         states = ran.layer_inputs if head.config.version == 3 else target.final_norm(ran.hidden)
         assert states is not None
-        feature = head.feature(states, self.functions.fused)
+        feature = head.feature(states, self.functions.fused_of(ran.context.num_tokens))
         kept = state.kept.at[ran.seq_rows].get(mode="fill", fill_value=0)
         kept_at = state.kept_at.at[ran.seq_rows].get(mode="fill", fill_value=-1)
         if ran.context.max_q_len == 1 and len(ran.tokens) == len(kept_at):
@@ -93,7 +95,7 @@ class Eagle(WithPages):
         def write(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             return q, write_kv(state.kv_pages[0], k, v, pairs.slots)  # nobody reads what its one layer would attend to
 
-        _, kv = self._run(head, embedded, known, pairs.positions, write)
+        _, kv = self._run(head, embedded, known, pairs.positions, write, pairs.num_pairs)
         # The last feature of each sequence, as if all drafts stood: `propose` puts that right.
         q_lens = ran.context.cu_q_lens[1:] - ran.context.cu_q_lens[:-1]
         rows = jnp.where(q_lens > 0, ran.seq_rows, len(state.kept))
@@ -120,19 +122,18 @@ class Eagle(WithPages):
     def propose(self, weights: list[jax.Array], state: EagleState, seen: Seen) -> tuple[EagleState, jax.Array, jax.Array | None]:
         head, target = self._modules(weights)
         last = LastRows.of(seen)
-        is_real = last.seq_rows < len(seen.history)
         feature, before = state.of_rows[last.order], jnp.maximum(last.positions - 1, 0)
         (kv,), table = self.pages.branch(state.kv_pages, seen.page_table, last.seq_rows, before)
-        work = self.pages.plan_drafts(table, is_real, before)
+        work = self.pages.plan_drafts(table, last.is_real, before)
 
         def draft(carry: tuple[jax.Array, jax.Array, jax.Array], j: jax.Array) -> Any:
             kv, tokens, feature = carry
             head, target = self._modules(weights)
-            context = self.pages.of_drafts(table, is_real, jnp.where(is_real, before + j, 0), work)
+            context = self.pages.of_drafts(table, last.is_real, jnp.where(last.is_real, before + j, 0), work)
             attend = functools.partial(attend_paged, None, kv, context)
-            feature, kv = self._run(head, self._embed(head, target, tokens), feature, context.positions, attend)
+            feature, kv = self._run(head, self._embed(head, target, tokens), feature, context.positions, attend, last.num_real)
             rows = replace(last.sampling, position=last.positions + 1 + j)
-            tokens, probs = self._choose(head, target, feature, rows)
+            tokens, probs = self._choose(head, target, feature, rows, last.num_real)
             return (kv, tokens, feature), (tokens, probs)
 
         (kv, _, _), (drafts, probs) = in_turn(draft, (kv, last.tokens, feature), self.num_drafts, 1)
@@ -142,12 +143,12 @@ class Eagle(WithPages):
         return state, *spread(last, drafts, probs, len(seen.seq_rows))
 
     def _choose(
-        self, head: EagleHead, target: Any, x: jax.Array, rows: SamplingRows
+        self, head: EagleHead, target: Any, x: jax.Array, rows: SamplingRows, num_real: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:  # [B, D] -> i32[B], f32[B, V]
         """Drafts among the tokens that the head knows."""
         if head.lm_head is None or head.draft_ids is None:
             return choose(target.logits(x), rows, self.draws)
-        logits, V = head.draft_logits(x, self.functions.fused), self.target.model_config.vocab_size
+        logits, V = head.draft_logits(x, self.functions.fused_of(num_real)), self.target.model_config.vocab_size
         return choose(logits, rows, self.draws, head.draft_ids[...], V)
 
 
@@ -158,6 +159,7 @@ class _Pairs:
     positions: jax.Array  # i32[T]
     slots: jax.Array  # i32[T]
     seq: jax.Array  # i32[T]
+    num_pairs: jax.Array  # i32[]: that are not padding
     token: jax.Array  # i32[T]: the place in the step of each pair's token, whose state is that of the place before
     from_before: jax.Array  # bool[T]: but for these, whose state the step before has kept
 
@@ -168,7 +170,7 @@ def _single_pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -
     position = jnp.maximum(context.kv_lens - 2, 0)  # 0 of padding, whose tokens are 0 as well
     written = (context.kv_lens > 1) & (kept_at == position)
     slots = jnp.where(written, context.page_table[seq, position // size] * size + position % size, pages.total * size + seq)
-    return _Pairs(position, slots, seq, context.cu_q_lens[:-1], jnp.ones(len(seq), bool))
+    return _Pairs(position, slots, seq, context.num_tokens, context.cu_q_lens[:-1], jnp.ones(len(seq), bool))
 
 
 def _pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -> _Pairs:  # i32[B]
@@ -188,4 +190,4 @@ def _pairs(context: StepContext, kept_at: jax.Array, pages: DraftPages) -> _Pair
     from_before = real & (offset == 0)
     written = real & (~from_before | (kept_at[seq] == position))
     slots = jnp.where(written, context.page_table[seq, position // size] * size + position % size, pages.total * size + t)
-    return _Pairs(position, slots, seq, token, from_before)
+    return _Pairs(position, slots, seq, ends[-1], token, from_before)

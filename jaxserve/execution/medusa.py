@@ -39,12 +39,13 @@ class Medusa(WithWeights):
         n, last = len(self.weights), LastRows.of(seen)
         heads, V = self.functions.module(weights[:n]), self.target.model_config.vocab_size
         ids = None if heads.draft_ids is None else heads.draft_ids[...]
+        fused = self.functions.fused_of(last.num_real)
         drafts, probs = [], []
         with jax.named_scope("medusa"):
             x = self.target.module(self.shared, weights[n:]).final_norm(seen.hidden[last.order])
             for j in range(self.num_drafts):
                 rows = replace(last.sampling, position=last.positions + 1 + j)
-                tokens, drawn_from = choose(heads.logits(j, x, self.functions.fused), rows, self.draws, ids, V)
+                tokens, drawn_from = choose(heads.logits(j, x, fused), rows, self.draws, ids, V)
                 drafts.append(tokens)
                 probs.append(drawn_from)
         return state, *spread(last, jnp.stack(drafts), jnp.stack(probs) if self.draws else None, len(seen.seq_rows))

@@ -68,9 +68,7 @@ class LayerKernels:
         """The same for rows of which those from num_rows on are padding. Tiles have rows of their own; so have groups of devices,
         which are counted one by one (i32[groups])."""
         fused = self.fused
-        if fused is None or map_rows is not whole or num_rows.ndim:
-            return fused
-        return fused._replace(matmul=functools.partial(fused.matmul, num_rows=num_rows))
+        return fused if fused is None or map_rows is not whole or num_rows.ndim else fused.of_rows(num_rows)
 
 
 class ModelFunctions:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,10 @@ class Fused(NamedTuple):
     matmul: Callable[..., jax.Array]
     residuals: bool = False
     any_layout: bool = False
+
+    def of_rows(self, num_rows: jax.Array) -> Self:  # i32[]
+        """The same for rows of which those from num_rows on are padding."""
+        return self._replace(matmul=functools.partial(self.matmul, num_rows=num_rows))
 
 
 INIT_STD = 0.02
