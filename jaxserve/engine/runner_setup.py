@@ -19,6 +19,7 @@ from jaxserve.engine.drafting import Draft, DraftFiles, attention_config, draft_
 from jaxserve.engine.kernel_choice import KernelChoice, choose_kernels, decide_deterministic, qualify_kernels
 from jaxserve.engine.resolution import model_functions, resolve
 from jaxserve.engine.sharding import check_sharding, local_part, model_shards
+from jaxserve.execution import host_memory
 from jaxserve.execution.compilation import compile_counts, compile_side_by_side, use_persistent_cache
 from jaxserve.execution.leading_runner import AnyRunner, LeadingRunner
 from jaxserve.execution.model_functions import weights_dtype
@@ -95,6 +96,7 @@ def prepare(
     """What comes before the weights: how they are cut, the config with the number of devices in it, and what this card's kernels
     are worth, tried while JAX has not taken the device's memory. The same on every host. draft: what drafts, if a checkpoint does.
     Errors as those of `Engine`."""
+    host_memory.share_heap()
     qualification = None
     if mesh is None:
         check_sharding(config)
