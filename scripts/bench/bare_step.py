@@ -101,7 +101,7 @@ class BareStep:
             state, head_inputs = body(body_weights, state, packed)
             model = functions.module(functions.head_indices, head_weights)
             blocks = in_blocks(model.normed_logits(head_inputs.hidden[:rows], functions.kernels.fused), -jnp.inf)
-            tokens = first_highest(blocks, blocks.max(-1))
+            _, tokens = first_highest(blocks, blocks.max(-1))
             return replace_rows(state, last_tokens=state.rows.last_tokens.at[: min(rows, batch)].set(tokens[:batch])), tokens
 
         self._weights = (engine.runner.body_weights, engine.runner.head_weights)

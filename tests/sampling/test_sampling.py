@@ -395,6 +395,17 @@ def test_a_bad_row_is_flagged_and_disturbs_no_other(bad):
         np.testing.assert_array_equal(getattr(sampled, name)[1::2], getattr(good, name)[1::2])
 
 
+@pytest.mark.parametrize("V", [3, 128, 300])
+def test_a_nan_is_seen_wherever_it_lies(V):
+    """Beside -inf and large logits too, which are no fault."""
+    logits = np.random.default_rng(V).normal(size=(V + 1, V)).astype(np.float32)
+    logits[:, ::2], logits[:, 1::2] = -np.inf, logits[:, 1::2] * 1e30
+    logits[np.arange(V), np.arange(V)] = np.nan  # but in the last row
+    sampled = run(logits, pack(SamplingParams(temperature=0), np.arange(V + 1)))
+    assert sampled.bad_logits.tolist() == [True] * V + [False]
+    assert sampled.tokens[-1] == np.argmax(logits[-1])
+
+
 def test_suppressing_everything_is_bad_logits():
     packed = pack(SamplingParams(min_tokens=2), np.arange(24), suppress=frozenset({0, 1, 2}))
     packed[1, sampling_rows.POSITION] += 2
