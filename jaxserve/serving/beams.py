@@ -55,6 +55,10 @@ class Beams:
         self._use = key_use(request)
         self._params = _search_params(served, body, asks)
 
+    @property
+    def finished(self) -> bool:
+        return False  # a search tells nothing before its end
+
     def __aiter__(self) -> AsyncGenerator[Delta]:
         return self._deltas()
 

@@ -46,6 +46,8 @@ from jaxserve.structured_outputs import StructuredOutputsParams
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
+MAX_HELD = 4096  # bytes of events that are sent as one
+
 
 class Named(Protocol):
     """What a CallRecord reads of a request."""
@@ -278,14 +280,19 @@ def _joined(first: Delta, then: Delta) -> Delta:
 
 
 async def until_done(chunks: AsyncIterator[Any], stream: AnswerStream) -> AsyncGenerator[bytes]:
-    """Chunks as events, then OpenAI's end mark. An error becomes an event too, since the status has been sent by then."""
+    """Chunks as events, then OpenAI's end mark. An error becomes an event too, since the status has been sent by then. Those that
+    nothing is waited for between are sent as one: a stream's last chunk, its usage and the end mark."""
+    held = b""
     async with stream:
         try:
             async for chunk in chunks:
-                yield event(chunk)
+                held += event(chunk)
+                if not stream.finished or len(held) > MAX_HELD:
+                    yield held
+                    held = b""
         except Exception as error:
-            yield event(describe(error)[1])
-        yield DONE
+            held += event(describe(error)[1])
+        yield held + DONE
 
 
 def plain_prompt_logprobs(found: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[str, PlainLogprob] | None] | None:

@@ -42,6 +42,11 @@ class AnswerStream(Protocol):
     request_ids: list[str]
     num_samples: int
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is waited for any more: what is left to read is there."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     async def __aenter__(self) -> Self: ...

@@ -1,0 +1,63 @@
+"""What `until_done` sends as one: events that nothing is waited for between."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from jaxserve.serving.generation import MAX_HELD, until_done
+
+
+class Ending:
+    """A stream that has ended when `num_waited` chunks have been read."""
+
+    def __init__(self, num_waited: int):
+        self.num_left = num_waited
+
+    @property
+    def finished(self) -> bool:
+        return self.num_left <= 0
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+def sent(num_waited: int, texts: list[str], error: Exception | None = None) -> list[bytes]:
+    stream = Ending(num_waited)
+
+    async def chunks():
+        for text in texts:
+            stream.num_left -= 1
+            yield {"text": text}
+        if error is not None:
+            raise error
+
+    async def read() -> list[bytes]:
+        return [part async for part in until_done(chunks(), cast("Any", stream))]
+
+    return asyncio.run(read())
+
+
+def test_the_last_chunk_and_the_end_are_sent_as_one():
+    parts = [f'data: {{"text":"{text}"}}\n\n'.encode() for text in "abc"]
+    end = b"data: [DONE]\n\n"
+    assert sent(9, list("abc")) == [*parts, end]  # something is waited for behind each
+    assert sent(2, list("abc")) == [parts[0], parts[1] + parts[2] + end]
+    assert sent(0, []) == [end]
+
+
+def test_an_error_is_sent_with_what_came_before_it():
+    first, last = sent(2, list("ab"), ValueError("no"))
+    assert first == b'data: {"text":"a"}\n\n'
+    assert last.startswith(b'data: {"text":"b"}\n\ndata: {"error":') and last.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("size", [10, MAX_HELD, 3 * MAX_HELD])
+def test_no_more_is_held_than_a_little(size):
+    text = "x" * size
+    parts = sent(0, [text] * 50)
+    assert max(map(len, parts)) < MAX_HELD + size + 50
+    assert b"".join(parts).count(text.encode()) == 50
