@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import socket
 import ssl
@@ -33,6 +34,7 @@ _REQUIRED = flags.DEFINE_integer(
 )
 _CIPHERS = flags.DEFINE_string("ssl_ciphers", None, "Ciphers of TLS 1.2 and before, as OpenSSL writes them.")
 _UDS = flags.DEFINE_string("uds", None, "Listen on a Unix domain socket of this path, and on no port.")
+YOUNG_OBJECTS = 10_000  # so many more, and the garbage collector looks at the new ones, for which all threads wait; Python says 700
 _ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
 
 
@@ -143,6 +145,7 @@ def serve(application: Any, options: HTTPOptions, given: dict[str, Any], sockets
 
     from jaxserve.serving.connections import bounded
 
+    gc.set_threshold(YOUNG_OBJECTS)
     # uvicorn raises the signal that stopped it again at its end, to be handled as it was before: done is done.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
