@@ -95,7 +95,7 @@ def prepare(
 ) -> tuple[ModelShards | None, EngineConfig, Qualification | None]:
     """What comes before the weights: how they are cut, the config with the number of devices in it, and what this card's kernels
     are worth, tried while JAX has not taken the device's memory. The same on every host. draft: what drafts, if a checkpoint does.
-    Errors as those of `Engine`."""
+    On a CPU threads that begin from then on share a heap. Errors as those of `Engine`."""
     host_memory.share_heap()
     qualification = None
     if mesh is None:

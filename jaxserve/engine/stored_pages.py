@@ -385,9 +385,12 @@ class StoredPages:
         """The request has ended well: its pages are those that were used last."""
         chain = request.hash_chain[1:]
         if request.saves_kv is False:
-            num_skipped = self.save_pace.skip(chain[self.store.lookup(chain) :])
+            num_stored = self.store.lookup(chain)
+            num_skipped = self.save_pace.skip(chain[num_stored:])
             self._stats.num_skipped_tokens += num_skipped * self._page_size
-        self._used.append(chain)
+            chain = chain[:num_stored]
+        if chain:
+            self._used.append(chain)
         if not request.keeps_prompt:
             return
         extend_hash_chain(request.hash_chain, request.token_ids, self._page_size, self._num_prompt_pages(request))

@@ -33,9 +33,10 @@ def keep_freed() -> bool:
 
 @functools.cache
 def share_heap() -> bool:
-    """Has threads that allocate for the first time from now on share the process's first heap. Call it before JAX has a device,
-    since XLA's threads come with that. Returns whether they do: only on a CPU, where `keep_freed` would, and where the environment
-    does not say how many heaps there may be."""
+    """Asks malloc for no more heaps than it has, so that threads that come from now on share the process's first one, if no other
+    thread has allocated yet: else they may be given that one's. Call it before JAX has a device: XLA's threads come with that.
+    Returns whether malloc was asked: only on a CPU, where `keep_freed` would, and where the environment does not say how many heaps
+    there may be."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not _is_cpu_alone() or any(name in os.environ for name in (*_SETTINGS, "MALLOC_ARENA_MAX")):
         return False
@@ -45,7 +46,7 @@ def share_heap() -> bool:
 def _is_cpu_alone() -> bool:
     """Whether JAX has no device but the CPU, as far as can be told without asking it for one."""
     if platforms := jax.config.jax_platforms:
-        return platforms.partition(",")[0] == "cpu"
+        return set(platforms.split(",")) == {"cpu"}
     return not any(importlib.util.find_spec(name) for name in _OTHER_DEVICES)
 
 

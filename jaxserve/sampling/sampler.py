@@ -83,7 +83,7 @@ class Sampled:
     """One token a row."""
 
     tokens: jax.Array  # i32[R]; always a valid id, 0 where bad_logits
-    bad_logits: jax.Array  # bool[R]; a NaN or +inf among the processed logits, or no finite one; see _with_nan
+    bad_logits: jax.Array  # bool[R]; a NaN or +inf among the processed logits, or no finite one, or a block whose sum is none
     by_sort: jax.Array  # bool[R]; the row was not decided by its likeliest entries and made the batch sort the vocabulary
     logprobs: TokenLogprobs | None  # None where max_logprobs was 0
 
@@ -212,7 +212,7 @@ def _take_block(blocks: jax.Array, block: jax.Array) -> jax.Array:  # [R, B, BLO
 
 def _with_nan(blocks: jax.Array) -> jax.Array:  # f32[R, B, BLOCK] -> bool[R]
     """Rows with a NaN. On a CPU a sum of blocks takes a third of the time of isnan, whose result XLA writes out. Rows with +inf may
-    count too, and those of which a block's sum passes float32's largest number in both directions."""
+    count too, and those of which a block's sum passes float32's largest number: in both directions, or upwards beside a -inf."""
     return jnp.isnan(blocks.sum(-1)).any(-1)
 
 
@@ -221,7 +221,7 @@ def first_highest(
     maxima: jax.Array,  # f32[R, B]
 ) -> tuple[jax.Array, jax.Array]:
     """(the maximum f32[R], its id i32[R], the lowest on ties). On a CPU 3 to 7 times as fast as jnp.argmax, whose reduction is not
-    vectorised. The maximum of `maxima` XLA would make of all logits again."""
+    vectorised. The maximum is looked up, since XLA would compute that of `maxima` from all logits again."""
     block = jnp.argmax(maxima, -1).astype(jnp.int32)
     place = jnp.argmax(_take_block(blocks, block), -1).astype(jnp.int32)
     return jnp.take_along_axis(maxima, block[:, None], axis=1)[:, 0], block * BLOCK + place

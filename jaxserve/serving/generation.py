@@ -46,7 +46,7 @@ from jaxserve.structured_outputs import StructuredOutputsParams
 
 logger: logging.Logger = logging.getLogger("jaxserve")
 
-MAX_HELD = 4096  # bytes of events that are sent as one
+MAX_JOINED_BYTES = 4096  # of events that are sent as one
 
 
 class Named(Protocol):
@@ -287,7 +287,7 @@ async def until_done(chunks: AsyncIterator[Any], stream: AnswerStream) -> AsyncG
         try:
             async for chunk in chunks:
                 held += event(chunk)
-                if not stream.finished or len(held) > MAX_HELD:
+                if not stream.finished or len(held) > MAX_JOINED_BYTES:
                     yield held
                     held = b""
         except Exception as error:

@@ -48,6 +48,8 @@ def test_a_refused_request_leaves_no_trace(policy):
         for refuse in (engine.add_request, engine.check_request):
             with pytest.raises(ValueError, match=message):
                 refuse(name, prompt, params)
+    with pytest.raises(ValueError, match="empty prompt"):
+        engine.add_request("x", [], GREEDY, score_from=1)
     kinds: list[dict[str, Any]] = [
         {"request_id": 5},
         {"request_id": []},

@@ -85,6 +85,15 @@ def test_a_thread_keeps_more_than_its_own_heap_would_hold():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
-@pytest.mark.parametrize("env", [{"MALLOC_ARENA_MAX": "4"}, {"MALLOC_MMAP_MAX_": "1000"}, {"JAX_PLATFORMS": "cuda,cpu"}])
+@pytest.mark.parametrize(
+    "env", [{"MALLOC_ARENA_MAX": "4"}, {"MALLOC_MMAP_MAX_": "1000"}, {"JAX_PLATFORMS": "cuda,cpu"}, {"JAX_PLATFORMS": "cpu,cuda"}]
+)
 def test_threads_keep_heaps_of_their_own_where_something_else_was_said(env):
     assert told(THREADS, "share", **{"JAX_PLATFORMS": "cpu"} | env)[0] == "False"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc")
+def test_a_package_that_brings_jax_another_device_is_seen(tmp_path):
+    assert told(THREADS, "share", JAX_PLATFORMS="", PYTHONPATH=str(ROOT))[0] == "True"
+    (tmp_path / "jax_plugins").mkdir()
+    assert told(THREADS, "share", JAX_PLATFORMS="", PYTHONPATH=f"{ROOT}:{tmp_path}")[0] == "False"

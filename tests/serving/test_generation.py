@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from jaxserve.serving.generation import MAX_HELD, until_done
+from jaxserve.serving.generation import MAX_JOINED_BYTES, until_done
 
 
 class Ending:
@@ -55,9 +55,9 @@ def test_an_error_is_sent_with_what_came_before_it():
     assert last.startswith(b'data: {"text":"b"}\n\ndata: {"error":') and last.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("size", [10, MAX_HELD, 3 * MAX_HELD])
+@pytest.mark.parametrize("size", [200, MAX_JOINED_BYTES, 3 * MAX_JOINED_BYTES])
 def test_no_more_is_held_than_a_little(size):
     text = "x" * size
     parts = sent(0, [text] * 50)
-    assert max(map(len, parts)) < MAX_HELD + size + 50
+    assert max(map(len, parts)) < MAX_JOINED_BYTES + size + 50
     assert b"".join(parts).count(text.encode()) == 50

@@ -18,6 +18,9 @@ from jaxserve.serving import logs
 from jaxserve.serving.keys import read_keys
 from jaxserve.serving.options import OPEN_PATHS, OPENABLE_PATHS, HTTPOptions, with_key_of_environment
 
+# So many more objects, and the garbage collector looks at the new ones, while all threads wait. Python 3.12 says 700, 3.13 2,000.
+_YOUNG_OBJECTS = 10_000
+
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 is every one that this machine has.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port; 0 is any free one.", lower_bound=0, upper_bound=65535)
 _KEYS = flags.DEFINE_multi_string("api_key", [], "A key that a client must show; may be repeated. Also JAXSERVE_API_KEY.")
@@ -34,7 +37,6 @@ _REQUIRED = flags.DEFINE_integer(
 )
 _CIPHERS = flags.DEFINE_string("ssl_ciphers", None, "Ciphers of TLS 1.2 and before, as OpenSSL writes them.")
 _UDS = flags.DEFINE_string("uds", None, "Listen on a Unix domain socket of this path, and on no port.")
-YOUNG_OBJECTS = 10_000  # so many more, and the garbage collector looks at the new ones, for which all threads wait; Python says 700
 _ACCESS_LOG = flags.DEFINE_bool("access_log", True, "A line a request on stderr; never a prompt.")
 
 
@@ -145,7 +147,7 @@ def serve(application: Any, options: HTTPOptions, given: dict[str, Any], sockets
 
     from jaxserve.serving.connections import bounded
 
-    gc.set_threshold(YOUNG_OBJECTS)
+    gc.set_threshold(_YOUNG_OBJECTS)
     # uvicorn raises the signal that stopped it again at its end, to be handled as it was before: done is done.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
