@@ -435,7 +435,7 @@ def test_what_a_cluster_does_not_have_is_one_line(folder):
     [
         ("/nowhere", (), "'/nowhere' is not a file or folder here"),
         (None, ("--port=PORT",), "can't listen on 127.0.0.1:PORT: Address already in use"),
-        (None, ("--num_pages=3", "--max_model_len=64"), "num_pages=3"),  # which only the engine of a replica can say
+        (None, ("--num_pages=3", "--max_model_len=64", "--page_size=16"), "the pool has 3"),  # as the engine of a replica says
     ],
 )
 def test_what_a_replica_could_not_start_with_is_one_line(folder, model, flags, why):

@@ -90,9 +90,16 @@ def serve_on_ray(fleet: FleetOptions) -> None:
             serve.run(application, name="jaxserve", route_prefix="/")
             logger.info("Ray Serve's proxy runs on %s://%s:%d", http_server.scheme(), http["host"], http["port"])
         except RuntimeError as error:  # Ray's words end with the traceback of a replica
-            raise app.UsageError(last_error(str(error))) from error
+            raise app.UsageError(last_error(_told_by(serve.status(), str(error)))) from error
         stop.wait()
         serve.delete("jaxserve")  # replicas finish what they have begun
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _told_by(status: Any, said: str) -> str:
+    """What Ray Serve says of an application that did not start: its replicas' error, which `said` at times leaves out."""
+    application = status.applications.get("jaxserve")
+    told = [] if application is None else [deployment.message for deployment in application.deployments.values()]
+    return next((message for message in told if "Error" in message), said)
