@@ -147,8 +147,12 @@ def test_ended_streams_are_bounded():
 
 def test_events_that_are_gone(server, monkeypatch):
     """The response is there all the same."""
-    monkeypatch.setattr("jaxserve.serving.dialects.responses.EventLog", lambda: EventLog(max_bytes=3000))
-    events = named_events(server.client.post("/v1/responses", json=ASK).text)
+    text = server.client.post("/v1/responses", json=ASK).text
+    events, kept = named_events(text), EventLog(max_bytes=3000)  # bounded only now: a bound meanwhile would end a slow reader
+    for event in text.split("\n\n")[:-1]:
+        kept.add(f"{event}\n\n".encode())
+    kept.end()
+    monkeypatch.setattr(EndedLogs, "get", lambda *_: kept)
     path = f"/v1/responses/{events[-1][1]['response']['id']}"
     error = refusal(server.client.get(f"{path}?stream=true"))
     assert error["param"] == "starting_after" and "are not kept any more" in error["message"]
