@@ -1,11 +1,16 @@
 """What `until_done` sends as one: events that nothing is waited for between."""
 
 import asyncio
+import socket
 from typing import Any, cast
+from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from jaxserve.serving.generation import MAX_JOINED_BYTES, until_done
+
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 class Ending:
@@ -61,3 +66,30 @@ def test_no_more_is_held_than_a_little(size):
     parts = sent(0, [text] * 50)
     assert max(map(len, parts)) < MAX_JOINED_BYTES + size + 50
     assert b"".join(parts).count(text.encode()) == 50
+
+
+@pytest.mark.parametrize("path, prompt", [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": MESSAGES})])
+def test_a_servers_stream_ends_in_one_part(server, path, prompt):
+    """By the parts of HTTP's chunked encoding: the reason of the end, the usage and the end mark are in the last one."""
+    asked = {"model": "alphabet", "max_tokens": 5, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    parts = parts_of(server.url, path, msgspec.json.encode(asked | prompt))
+    *_, last, usage, done = parts[-1].removesuffix(b"\n\n").split(b"\n\n")
+    assert b'"finish_reason":"length"' in last and b'"completion_tokens":5' in usage and done == b"data: [DONE]"
+
+
+def parts_of(url: str, path: str, body: bytes) -> list[bytes]:
+    """The parts that a server sends an answer in."""
+    address = urlsplit(url)
+    fields = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}", "", "")
+    with (
+        socket.create_connection((address.hostname, address.port), timeout=60) as connection,
+        connection.makefile("rb") as answer,
+    ):
+        connection.sendall("\r\n".join(fields).encode() + body)
+        while answer.readline() != b"\r\n":
+            pass
+        parts = []
+        while size := int(answer.readline(), 16):
+            parts.append(answer.read(size))
+            assert answer.readline() == b"\r\n"
+        return parts

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
@@ -90,7 +91,7 @@ def serve_on_ray(fleet: FleetOptions) -> None:
             serve.run(application, name="jaxserve", route_prefix="/")
             logger.info("Ray Serve's proxy runs on %s://%s:%d", http_server.scheme(), http["host"], http["port"])
         except RuntimeError as error:  # Ray's words end with the traceback of a replica
-            raise app.UsageError(last_error(_told_by(serve.status(), str(error)))) from error
+            raise app.UsageError(last_error(_told_by(serve.status, str(error)))) from error
         stop.wait()
         serve.delete("jaxserve")  # replicas finish what they have begun
     finally:
@@ -98,8 +99,11 @@ def serve_on_ray(fleet: FleetOptions) -> None:
         ray.shutdown()
 
 
-def _told_by(status: Any, said: str) -> str:
+def _told_by(status: Callable[[], Any], said: str) -> str:
     """What Ray Serve says of an application that did not start: its replicas' error, which `said` at times leaves out."""
-    application = status.applications.get("jaxserve")
+    try:
+        application = status().applications.get("jaxserve")
+    except Exception:  # whatever Ray raises where its controller has died as well
+        return said
     told = [] if application is None else [deployment.message for deployment in application.deployments.values()]
     return next((message for message in told if "Error" in message), said)
