@@ -18,7 +18,7 @@ from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.proposer import NO_DRAFT
 
-MEMORY = 0.15  # weight of the newest draft in a row's rate
+MEMORY, MEMORY_MADE = 0.15, 0.1  # weight of the newest draft in a row's rate; of drafts that a model makes, which copy less
 MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next owner
 FIRST_RATE = 0.5  # of the first rows
 LEAST_RATE, LEAST_RATE_MADE = 0.2, 0.1  # a row whose drafts are right less often brings none; of drafts that take time to make
@@ -131,7 +131,8 @@ class DraftLengths:
         self._last_finished = 0.0
         self._generations = np.full(max_num_seqs, -1, np.int64)
         self._of_new = FIRST_RATE  # what to expect of a row's next owner
-        self._keeps, self._ones = (1 - MEMORY) ** np.arange(num_drafts + 1), np.ones(num_drafts, np.int32)
+        self._memory = MEMORY_MADE if by_model else MEMORY
+        self._keeps, self._ones = (1 - self._memory) ** np.arange(num_drafts + 1), np.ones(num_drafts, np.int32)
         self._first = np.tri(num_drafts + 1, num_drafts, -1, bool)  # of so many drafts the first n, for each n
 
     def choose(
@@ -266,7 +267,7 @@ class DraftLengths:
             return
         before = self.rates[rows]
         rates = 1 - (1 - before) * self._keeps[right]
-        rates = np.where(right < np.maximum(planned, 1), rates * (1 - MEMORY), rates)
+        rates = np.where(right < np.maximum(planned, 1), rates * (1 - self._memory), rates)
         self.rates[rows] = rates = np.where(tried, rates, before)
         self._of_new += MEMORY_OF_NEW * (float(rates.sum()) / len(rates) - self._of_new)
 
