@@ -18,7 +18,7 @@ from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.schedule import Schedule
 from jaxserve.speculative.proposer import NO_DRAFT
 
-MEMORY, MEMORY_MADE = 0.15, 0.1  # weight of the newest draft in a row's rate; of drafts that a model makes, which copy less
+MEMORY, MEMORY_MADE = 0.15, 0.1  # weight of the newest draft in a row's rate; of drafts that a model makes
 MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next owner
 FIRST_RATE = 0.5  # of the first rows
 LEAST_RATE, LEAST_RATE_MADE = 0.2, 0.1  # a row whose drafts are right less often brings none; of drafts that take time to make
@@ -85,12 +85,13 @@ class DraftLengths:
     time per token is best, averaged over the rows, as long as it slows down no row by more than that average gains. The times are
     those of the engine's own steps. adaptive=False: always `num_drafts`.
 
-    by_model: whether what drafts takes time, though nothing is verified. Drafts that are there are verified where that pays beside
-    a step that made them for nothing. `proposes` says of each step whether its head shall make drafts, which must pay beside one
-    that makes none: a few such steps are tried. Where none paid for a while it does not, but in a few steps from time to time, and
-    again when other rows decode or so few that they have another bucket. `follows` says whether what drafts shall run over the
-    step's tokens at least, so that it can draft well as soon as it is asked. Where no drafts have paid from one rest to the next,
-    it does not: of the tokens of those steps it knows nothing then, and drafts well again for requests that come.
+    by_model: whether what drafts takes time, though nothing is verified. Rates change more slowly then (MEMORY_MADE). Drafts that
+    are there are verified where that pays beside a step that made them for nothing. `proposes` says of each step whether its head
+    shall make drafts, which must pay beside one that makes none: a few such steps are tried. Where none paid for a while it does
+    not, but in a few steps from time to time, and again when other rows decode or so few that they have another bucket. `follows`
+    says whether what drafts shall run over the step's tokens at least, so that it can draft well as soon as it is asked. Where no
+    drafts have paid from one rest to the next, it does not: of the tokens of those steps it knows nothing then, and drafts well
+    again for requests that come.
 
     on_host: whether the host writes `proposed` before it schedules, so that no row brings a draft that is none. Otherwise the
     device has newer drafts than `proposed`, which is a step behind.

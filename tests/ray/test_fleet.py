@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jaxserve.cli.common.fleet import last_error
+from jaxserve.cli.common.ray_server import _told_by
 from jaxserve.ray.fleet import TARGET_LOAD, FleetOptions, fleet_options, replica_load, replicas_wanted
 from jaxserve.ray.resources import host_resources, num_devices
 from jaxserve.serving.options import ServerOptions
@@ -170,3 +172,16 @@ def test_flags_that_do_not_go_together_are_named():
         command = [sys.executable, "-m", "jaxserve", "serve", "nothing", *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1 and why in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_ray_says_of_an_application_that_does_not_start():
+    def gone():
+        raise ConnectionError("no controller")
+
+    def of(*messages):
+        deployments = {str(i): SimpleNamespace(message=message) for i, message in enumerate(messages)}
+        return lambda: SimpleNamespace(applications={"jaxserve": SimpleNamespace(deployments=deployments)})
+
+    assert _told_by(gone, "said") == "said" == _told_by(of("slow"), "said")
+    assert _told_by(of("slow", "ValueError: x"), "said") == "ValueError: x"
+    assert _told_by(lambda: SimpleNamespace(applications={}), "said") == "said"

@@ -477,16 +477,15 @@ def test_serve_run_takes_our_builder(folder, tmp_path):
 
 
 def test_a_policy_of_the_routers_sends_a_prefix_where_it_was_before(folder):
-    """Ray's proxy asks it: what came once is in the cache of the replica that gets it again. Streams come through as without.
-
-    Until HAProxy has heard of a new replica, Ray's other proxy chooses in its place, and sees no prompts: so the first rounds may
-    not hold."""
+    """Ray's proxy asks it: what came once is in the cache of the replica that gets it again. Streams come through as without. Until
+    HAProxy has heard of a new replica, Ray's other proxy chooses, and sees no prompts: so the first rounds may not hold."""
     with fleet(folder, "--replicas=2", "--router_policy=prefix_aware", "--enable_prompt_tokens_details") as (url, _):
-        for attempt in range(20):
+        for attempt in range(26):
             prompts = [[97 + i, *[97 + attempt] * 160] for i in range(7)]  # longer than a block; odd, not to suit turns
             homes, cached = zip(*[home_of(url, prompt) for prompt in prompts * 3], strict=True)
             if len(set(homes)) == 2 and homes == homes[:7] * 3:
                 break
+            time.sleep(1)
         assert len(set(homes)) == 2 and homes == homes[:7] * 3
         assert all(cached[7:]) and not any(cached[:7])
         assert [end.how for end in asyncio.run(load(url, 16, asyncio.Event()))] == ["whole"] * 16

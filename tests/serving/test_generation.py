@@ -86,8 +86,9 @@ def parts_of(url: str, path: str, body: bytes) -> list[bytes]:
         connection.makefile("rb") as answer,
     ):
         connection.sendall("\r\n".join(fields).encode() + body)
-        while answer.readline() != b"\r\n":
-            pass
+        assert b" 200 " in answer.readline()
+        while (line := answer.readline()) != b"\r\n":
+            assert line, "the answer ends in its headers"
         parts = []
         while size := int(answer.readline(), 16):
             parts.append(answer.read(size))

@@ -7,7 +7,7 @@ from jaxserve.buckets.plan import BucketPlan
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
-from jaxserve.speculative.draft_lengths import DraftLengths
+from jaxserve.speculative.draft_lengths import FIRST_RATE, MEMORY, MEMORY_MADE, DraftLengths
 from jaxserve.speculative.proposer import NO_DRAFT
 
 PLAN = BucketPlan(decode=(1, 2, 4, 8), mixed=((64, 8),), head_rows=(8, 64), draft=((1, 2), (1, 4), (4, 2), (4, 4), (8, 2), (8, 4)))
@@ -325,3 +325,16 @@ def test_a_step_at_rest_teaches_nothing_but_whether_the_drafts_before_it_were_ri
     assert lengths.rates[3] > before[3] and lengths.rates[5] < before[5] and (lengths.proposed[rows] == NO_DRAFT).all()
     before = lengths.rates.copy()
     assert lengths.take_tokens(step, tokens, None, None) is None and (lengths.rates == before).all()
+
+
+@pytest.mark.parametrize("by_model, memory", [(False, MEMORY), (True, MEMORY_MADE)])
+def test_what_a_model_drafts_is_forgotten_more_slowly(by_model, memory):
+    assert MEMORY_MADE < MEMORY
+    lengths, step = DraftLengths(PLAN, 8, 64, K, by_model=by_model), schedule(np.array([3]), np.array([2]))
+    lengths.proposed[:] = 7
+    tokens, drafts = np.full((1, 1 + K), 7, np.int32), np.full((3, K), 7, np.int32)
+    lengths.take_tokens(step, tokens, np.ones(1, np.int32), drafts)  # the first of two is wrong
+    rate = FIRST_RATE * (1 - memory)
+    assert lengths.rates[3] == pytest.approx(rate)
+    lengths.take_tokens(step, tokens, np.full(1, 3, np.int32), drafts)  # both are right
+    assert lengths.rates[3] == pytest.approx(1 - (1 - rate) * (1 - memory) ** 2)

@@ -102,8 +102,9 @@ def serve_on_ray(fleet: FleetOptions) -> None:
 def _told_by(status: Callable[[], Any], said: str) -> str:
     """What Ray Serve says of an application that did not start: its replicas' error, which `said` at times leaves out."""
     try:
-        application = status().applications.get("jaxserve")
+        found = status()
     except Exception:  # whatever Ray raises where its controller has died as well
         return said
+    application = found.applications.get("jaxserve")
     told = [] if application is None else [deployment.message for deployment in application.deployments.values()]
     return next((message for message in told if "Error" in message), said)
