@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.cli.common.fleet import last_error
-from jaxserve.cli.common.ray_server import _told_by
+from jaxserve.cli.common.fleet import last_error, told_by
 from jaxserve.ray.fleet import TARGET_LOAD, FleetOptions, fleet_options, replica_load, replicas_wanted
 from jaxserve.ray.resources import host_resources, num_devices
 from jaxserve.serving.options import ServerOptions
@@ -182,6 +181,6 @@ def test_what_ray_says_of_an_application_that_does_not_start():
         deployments = {str(i): SimpleNamespace(message=message) for i, message in enumerate(messages)}
         return lambda: SimpleNamespace(applications={"jaxserve": SimpleNamespace(deployments=deployments)})
 
-    assert _told_by(gone, "said") == "said" == _told_by(of("slow"), "said")
-    assert _told_by(of("slow", "ValueError: x"), "said") == "ValueError: x"
-    assert _told_by(lambda: SimpleNamespace(applications={}), "said") == "said"
+    assert told_by(gone, "said") == "said" == told_by(of("slow"), "said")
+    assert told_by(of("slow", "ValueError: x"), "said") == "ValueError: x"
+    assert told_by(lambda: SimpleNamespace(applications={}), "said") == "said"

@@ -8,8 +8,8 @@ import pytest
 from jaxserve import LLM, BucketPlan, SamplingParams
 from jaxserve.serving.async_llm import AsyncLLM
 from jaxserve.serving.engine_loop import EngineLoop
-from jaxserve.serving.messages import Delta, FailedError, Report
-from jaxserve.serving.streams import Ask
+from jaxserve.serving.messages import Accepted, Delta, Failed, FailedError, Report
+from jaxserve.serving.streams import Ask, RequestStream
 from jaxserve.structured.grammars import GrammarCompiler
 from tests.alphabet_model import after, ids
 from tests.serving.asking import ask, long, pages_back, run, text_of
@@ -206,5 +206,28 @@ def test_a_tokenizer_that_has_no_forms_is_served(llm, monkeypatch, caplog):
             assert await text_of(engine, ask("a", max_tokens=3)) == after("a", 3)
             with pytest.raises(FailedError, match="broken on purpose"):
                 await form_of(engine, "x")
+
+    run(main())
+
+
+def test_an_error_behind_tokens_is_none_of_the_acceptance():
+    """A reader that looks late has what came, then the error; one whose request was refused has the error at once."""
+
+    async def main():
+        delta = Delta("r", 0, [1], "b")
+        for events, seen in (
+            ([Accepted("r"), delta, Failed("r", FailedError("broken"))], [delta]),
+            ([Failed("r", FailedError("broken"))], None),
+        ):
+            stream = RequestStream({"r": ask()}, 0.0, None, lambda *_: None)
+            for event in events:
+                stream.take(event)
+            found = None
+            with pytest.raises(FailedError, match="broken"):
+                await stream.accepted()
+                found = []
+                async for each in stream:
+                    found.append(each)
+            assert found == seen
 
     run(main())

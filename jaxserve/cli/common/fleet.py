@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
@@ -81,3 +82,14 @@ def last_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.partition(":")[0].rpartition(".")[2].endswith("Error") and " " in line]
     return errors[-1] if errors else lines[-1]
+
+
+def told_by(status: Callable[[], Any], said: str) -> str:
+    """What Ray Serve says of an application that did not start: its replicas' error, which `said` at times leaves out."""
+    try:
+        found = status()
+    except Exception:  # whatever Ray raises where its controller has died as well
+        return said
+    application = found.applications.get("jaxserve")
+    told = [] if application is None else [deployment.message for deployment in application.deployments.values()]
+    return next((message for message in told if "Error" in message), said)

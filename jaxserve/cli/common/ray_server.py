@@ -6,14 +6,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
 
 from jaxserve.cli.common import http_server
 from jaxserve.cli.common.command import group, refuse_bad_input
-from jaxserve.cli.common.fleet import gpus_per_replica, joins_cluster, last_error, num_replicas, start_ray
+from jaxserve.cli.common.fleet import gpus_per_replica, joins_cluster, last_error, num_replicas, start_ray, told_by
 from jaxserve.routing.policy import ROUTING_POLICIES
 
 if TYPE_CHECKING:
@@ -91,20 +90,9 @@ def serve_on_ray(fleet: FleetOptions) -> None:
             serve.run(application, name="jaxserve", route_prefix="/")
             logger.info("Ray Serve's proxy runs on %s://%s:%d", http_server.scheme(), http["host"], http["port"])
         except RuntimeError as error:  # Ray's words end with the traceback of a replica
-            raise app.UsageError(last_error(_told_by(serve.status, str(error)))) from error
+            raise app.UsageError(last_error(told_by(serve.status, str(error)))) from error
         stop.wait()
         serve.delete("jaxserve")  # replicas finish what they have begun
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def _told_by(status: Callable[[], Any], said: str) -> str:
-    """What Ray Serve says of an application that did not start: its replicas' error, which `said` at times leaves out."""
-    try:
-        found = status()
-    except Exception:  # whatever Ray raises where its controller has died as well
-        return said
-    application = found.applications.get("jaxserve")
-    told = [] if application is None else [deployment.message for deployment in application.deployments.values()]
-    return next((message for message in told if "Error" in message), said)
