@@ -4,9 +4,11 @@ r"""Trains a head that drafts for a model, on the model's own answers: EAGLE-3, 
     jaxserve train-draft --model=MODEL --output=FOLDER --method=medusa --num_drafts=3 --prompts=prompts.jsonl
     jaxserve serve MODEL --speculative_config='{"method": "eagle3", "model": "smollm2-eagle3", "num_speculative_tokens": 4}'
 
-The prompts are made here (questions, edits of code, rewrites of text), or read from --prompts, JSON lines {"prompt": text}. The
-model answers them, greedily. The last --num_eval prompts are kept for the measure at the end: of the steps in which chains of
-drafts would bring these answers, the share whose first draft is right, whose first two are, and so on, and the tokens of a step.
+The prompts are made here (questions, edits of code, rewrites of text), or read from --prompts, JSON lines {"prompt": text}.
+--own_prompts adds so many that the model makes up itself (Magpie, 2406.08464): it samples what its users would say, which is far
+more diverse. The model answers them all, greedily. The last --num_eval prompts are kept for the measure at the end: of the steps in
+which chains of drafts would bring these answers, the share whose first draft is right, whose first two are, and so on, and the
+tokens of a step.
 
 With --shared_head Medusa heads are as vLLM has them: one block each in front of the target's head, of which they use the rows of
 --draft_vocab_size tokens. They are trained several times as fast, and are small.
@@ -21,6 +23,7 @@ be deleted afterwards.
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -39,10 +42,12 @@ _PROMPTS = flags.DEFINE_string("prompts", None, 'A file of prompts, {"prompt": t
 _NUM_PROMPTS = flags.DEFINE_integer(
     "num_prompts", 2000, "Prompts that are made, 5,000 at most; of a file the first so many.", lower_bound=2
 )
+_OWN_PROMPTS = flags.DEFINE_integer("own_prompts", 0, "Prompts beside them that the model makes up itself.", lower_bound=0)
 _NUM_EVAL = flags.DEFINE_integer("num_eval", 48, "Of these, the last ones, that are not trained on.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most tokens of an answer.", lower_bound=2)
 _DRAFTS = flags.DEFINE_integer("num_drafts", 4, "Drafts of a chain; of Medusa its heads.", lower_bound=1)
 _SHARED = flags.DEFINE_bool("shared_head", False, "Of Medusa: blocks alone are trained, in front of the target's own head.")
+_INIT = flags.DEFINE_string("init", None, "The folder of a head of the same form that is trained further; otherwise a new one.")
 _VOCAB = flags.DEFINE_integer("draft_vocab_size", 8192, "Tokens that an EAGLE-3 head, or a shared head, knows.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 600, "Steps of the optimizer.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch_size", 4, "Sequences of a step.", lower_bound=1)
@@ -56,6 +61,8 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the prompts, the first weights and t
 _DTYPE = flags.DEFINE_string("dtype", "auto", "Of the target, and of the head's file; auto: the model's own.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
+MOST_OWN_TOKENS = 64  # of a prompt that the model makes up
+
 
 def collect() -> list[Any]:
     """The target's answers to all prompts, from the file or new."""
@@ -65,12 +72,15 @@ def collect() -> list[Any]:
     from jaxserve.training.answers import collect_answers, read_answers
     from jaxserve.training.prompts import make_prompts, read_prompts
 
+    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=64)
     texts = make_prompts(_NUM_PROMPTS.value, _SEED.value) if _PROMPTS.value is None else read_prompts(_PROMPTS.value)
     texts = texts[: _NUM_PROMPTS.value]
+    if _OWN_PROMPTS.value:
+        texts = list(dict.fromkeys([*texts, *make_up_prompts(llm)]))
+        random.Random(_SEED.value).shuffle(texts)  # the last ones, kept for the measure, are of all kinds
     if len(texts) <= _NUM_EVAL.value:
         raise app.UsageError(f"--num_eval={_NUM_EVAL.value} leaves nothing of {len(texts)} prompts to train on: lower it")
     kept = Path(_OUTPUT.value) / "answers.jsonl"
-    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=32)
     chats = [[{"role": "user", "content": text}] for text in texts]
     asked: list[Any] = llm.chat_prompts(chats)
     prompts = [list(prompt["prompt_token_ids"]) for prompt in asked]
@@ -80,6 +90,22 @@ def collect() -> list[Any]:
             bar.update(num - bar.n)
 
         return collect_answers(llm, prompts, kept, _MAX_TOKENS.value, report)
+
+
+def make_up_prompts(llm: Any) -> list[str]:
+    """The prompts that the model makes up, from the file or new."""
+    from tqdm import tqdm
+
+    from jaxserve.training.own_prompts import collect_own_prompts
+
+    kept = Path(_OUTPUT.value) / "own_prompts.jsonl"
+    with tqdm(desc="own prompts", total=_OWN_PROMPTS.value) as bar:
+
+        def report(num: int) -> None:
+            bar.update(num - bar.n)
+
+        most = min(MOST_OWN_TOKENS, _LENGTH.value // 2)
+        return collect_own_prompts(llm, _OWN_PROMPTS.value, kept, max_tokens=most, seed=_SEED.value, report=report)
 
 
 def train(answers: list[Any]) -> dict[str, Any]:
@@ -101,6 +127,7 @@ def train(answers: list[Any]) -> dict[str, Any]:
         "save_every",
         "seed",
         "states_gib",
+        "init",
     )
     given: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
     config = TrainingConfig(**given)

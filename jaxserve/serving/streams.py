@@ -89,8 +89,8 @@ class RequestStream:
         return not self._unfinished
 
     async def accepted(self) -> None:
-        """Waits until the engine has accepted all of the prompts. Raises the error with which it refuses one; then none run. An error
-        that came after that, though before anybody looked, is one of the stream, behind what it has."""
+        """Waits until the engine has accepted all of the prompts. Raises the error with which it refuses one; then none run. An
+        error that came after that, though before anybody looked, is one of the stream, behind what it has."""
         while self._unaccepted:
             if self._error is not None:
                 raise self._error

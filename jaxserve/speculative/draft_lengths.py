@@ -8,6 +8,7 @@ scheduler asks while it composes a step. Knows nothing of models, and of tokens 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,12 +26,14 @@ LEAST_RATE, LEAST_RATE_MADE = 0.2, 0.1  # a row whose drafts are right less ofte
 LEAST_GAIN = 1.05  # over a plain step, by prediction, that makes drafts worth it
 NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
-RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew
+RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew,
+DUE_STEPS = 64  # and one that would win in HOPE of its time after so many, and twice as many each time that it took AGREEING of it
+HOPE, AGREEING = 0.75, 0.95  # or more: what was timed in a bad moment is mended soon, and a right time costs ever less
 PATIENCE = 8  # steps of decodes in a row for which no drafts pay, and more of few rows; behind those none are made,
 PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
 RESTS_THAT_FOLLOW = 1  # in a row, in which what drafts still runs over the steps' tokens; in others it does not
 MOST_HALVINGS = 2  # of patience, and doublings of the steps between probes, each time that no drafts had paid since the last rest
-TRIAL_STEPS = 5  # without drafts, so that it is known what these steps take
+TRIAL_STEPS, TRIAL_EVERY = 5, 64  # without drafts, so that it is known what these steps take; of so many steps at most
 
 _STATUS, _NUM_FORCED = attrgetter("status"), attrgetter("num_forced_in_flight")
 
@@ -42,22 +45,39 @@ class RecentTimes:
 
     def __init__(self) -> None:
         self._times: dict[Shape, deque[float]] = {}
-        self._last: dict[Shape, int] = {}
+        self._last: dict[Shape, int] = {}  # at which step each ran last
+        self._due_steps: dict[Shape, int] = {}  # behind that, until it is due
         self._num_steps = 0
 
     def add(self, shape: Shape, seconds: float) -> None:
-        if self._num_steps - self._last.get(shape, self._num_steps) > RETRY_STEPS:
+        if self._age(shape) > RETRY_STEPS:
             del self._times[shape]
-        self._times.setdefault(shape, deque(maxlen=NUM_TIMES)).append(seconds)
-        self._num_steps += 1
+        times = self._times.setdefault(shape, deque(maxlen=NUM_TIMES))
+        if self.is_due(shape):
+            before = _lower_quartile(times)
+            due_steps = 2 * self._due_steps.get(shape, DUE_STEPS)
+            self._due_steps[shape] = min(due_steps, RETRY_STEPS) if seconds >= AGREEING * before else DUE_STEPS
+            times.clear()
+            times += [before] * (ENOUGH_TIMES - 1)
+        times.append(seconds)
+        self.skip()
         self._last[shape] = self._num_steps
+
+    def skip(self) -> None:
+        """A step went by that is none of these."""
+        self._num_steps += 1
+
+    def _age(self, shape: Shape) -> int:
+        return self._num_steps - self._last.get(shape, self._num_steps)
+
+    def is_due(self, shape: Shape) -> bool:
+        """Whether its time is known, and so old that it is worth a step to see whether that moment was a bad one."""
+        return len(self._times.get(shape, ())) >= ENOUGH_TIMES and self._age(shape) > self._due_steps.get(shape, DUE_STEPS)
 
     def get(self, shape: Shape) -> float | None:
         """None: not known, or not any more."""
         times = self._times.get(shape, ())
-        if len(times) < ENOUGH_TIMES or self._num_steps - self._last[shape] > RETRY_STEPS:
-            return None
-        return sorted(times)[len(times) // 4]
+        return None if len(times) < ENOUGH_TIMES or self._age(shape) > RETRY_STEPS else _lower_quartile(times)
 
     def least(self, shape: Shape) -> float:
         """What a step of this shape takes at least, by those of no more tokens and rows that are known; 0 without."""
@@ -66,6 +86,10 @@ class RecentTimes:
             if other.tokens <= bucket.tokens and of_rows <= rows:
                 known = max(known, self.get((other, of_rows)) or 0.0)
         return known
+
+
+def _lower_quartile(times: Collection[float]) -> float:
+    return sorted(times)[len(times) // 4]
 
 
 class DraftOutcomes(NamedTuple):
@@ -168,9 +192,10 @@ class DraftLengths:
         if pays:
             self._num_rests[shape] = 0
         self._num_steps += 1
-        if pays and self.times_at_rest.get(shape) is None and self._num_steps >= self._next_trials.get(shape, 0):
+        unsure = self.times_at_rest.get(shape) is None or self.times_at_rest.is_due(shape)
+        if pays and unsure and self._num_steps >= self._next_trials.get(shape, 0):
             self._trial = TRIAL_STEPS
-            self._next_trials[shape] = self._num_steps + RETRY_STEPS
+            self._next_trials[shape] = self._num_steps + TRIAL_EVERY
         num_rests = self._num_rests.get(shape, 0)
         patience = PATIENCE * (1 + 2 // max(1, len(rows))) >> min(num_rests, MOST_HALVINGS)  # what few rows say is noisy
         if self._unpaid == patience:
@@ -206,6 +231,8 @@ class DraftLengths:
                 if not explore:
                     continue
                 seconds, explore = max(plain, self.times.least(shape)), False
+            elif explore and self.times.is_due(shape):
+                seconds, explore = HOPE * seconds, False
             tokens, speed = np.ones(n), plain / seconds
             tokens[worth] = (1 - p ** (k + 1)) / (1 - p)
             gain = speed * float(tokens.mean() if queued else 1 / (1 / tokens).mean())
@@ -225,6 +252,8 @@ class DraftLengths:
         seconds, self._last_finished = finished - max(begun, self._last_finished), finished
         if self.adaptive and schedule.num_decodes == schedule.num_seqs:
             times = self.times if proposes else self.times_at_rest
+            if proposes:
+                self.times_at_rest.skip()
             times.add(self.shape(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len), seconds)
 
     def take_tokens(

@@ -7,7 +7,7 @@ of weights and states; knows nothing of data, optimizers or files.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxserve.models.medusa import MedusaConfig, MedusaHeads
 INIT_STD = 0.02
 SMALL = 0.05  # of that, what an EAGLE-3 head takes from low and middle layers at first
 STEP_DECAY = 0.8  # weight of a chain's next draft in the loss, of that of the one before (Medusa, section 2.2.1)
+_OF_NO_FORM = ("draft_vocab_size", "dtype", "max_position_embeddings", "eos_token_ids", "bos_token_id", "pad_token_id")
 
 Head = EagleHead | MedusaHeads
 
@@ -95,6 +96,37 @@ def new_medusa(target: Decoder, num_heads: int, seed: int, draft_ids: np.ndarray
     abstract = MedusaHeads.abstract(MedusaConfig(num_heads=num_heads, num_layers=1, **sizes), "float32")
     given |= {path: np.zeros(leaf.shape) for path, leaf in named_leaves(abstract).items() if "/linear/" in path}
     return _fresh(abstract, given | {f"heads/{k}/lm_head/kernel": kernel for k in range(num_heads)}, seed)
+
+
+def begin_with(head: Head, earlier: Head) -> Head:
+    """A new head with the weights of an earlier one, so that it is trained further. Tokens that only the new one knows keep its
+    weights to logits.
+
+    Raises:
+      ValueError: the earlier head is of another kind, has other sizes, or reads other layers.
+    """
+    if type(head) is not type(earlier):
+        raise ValueError(f"a {type(earlier).__name__} can't be trained further as a {type(head).__name__}")
+    ours, theirs = _form(head), _form(earlier)
+    others = [f"{name}={theirs[name]!r} there, {value!r} here" for name, value in ours.items() if theirs[name] != value]
+    if others:
+        raise ValueError(f"the earlier head is not of the new one's form: {'; '.join(others)}")
+    leaves, given = named_leaves(head), named_leaves(earlier)
+    ids, their_ids = known_ids(head), known_ids(earlier)
+    for path in leaves.keys() & given.keys() - {"draft_ids"}:
+        if path.endswith("lm_head/kernel") and ids is not None and their_ids is not None:
+            _, here, there = np.intersect1d(ids, their_ids, assume_unique=True, return_indices=True)
+            leaves[path] = leaves[path].at[:, here].set(given[path][:, there].astype(leaves[path].dtype))
+        else:
+            leaves[path] = jnp.array(given[path], leaves[path].dtype)
+    return with_leaves(head, leaves)
+
+
+def _form(head: Head) -> dict[str, Any]:
+    """What two heads must have in common for one to have the other's weights."""
+    said = asdict(head.config)
+    layer = said.pop("layer", {})
+    return {name: value for name, value in (said | layer).items() if name not in _OF_NO_FORM}
 
 
 def _head_kernel(target: Decoder) -> jax.Array:  # [D, V]

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models import Decoder, named_leaves, with_leaves
-from jaxserve.models.eagle import EagleHead
+from jaxserve.models.eagle import EagleHead, find_eagle, load_eagle
 from jaxserve.models.eagle import key_table as eagle_keys
 from jaxserve.models.hf_keys import tensors_of
+from jaxserve.models.medusa import find_medusa, load_medusa
 from jaxserve.models.medusa import key_table as medusa_keys
 from jaxserve.simulation.draft_trees import chain
 from jaxserve.training import draft_chains
@@ -41,7 +42,7 @@ class TrainingConfig:
     blocks alone are trained, in front of the target's own head. draft_vocab_size: of EAGLE-3, and of Medusa with a shared head:
     tokens that it knows, the most frequent of the answers. length: tokens of a sequence, what is longer is cut.
     save_every: steps between checkpoints. states_gib: most GiB of the disk that the target's states of all answers may take; if
-    they would take more, each step computes its own.
+    they would take more, each step computes its own. init: the folder of a head to begin with; None: a new one.
 
     Raises:
       ValueError: a value out of range.
@@ -58,6 +59,7 @@ class TrainingConfig:
     save_every: int = 50
     seed: int = 0
     states_gib: float = 16
+    init: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -116,6 +118,25 @@ def rank_answers(
     return np.concatenate(found), np.concatenate(of)
 
 
+def _further(head: Head, config: TrainingConfig, target: Decoder) -> Head:
+    """A new head, with the weights of the one that lies at `config.init`, if that is given.
+
+    Raises:
+      FileNotFoundError: nothing lies there.
+      ValueError: what lies there is not such a head.
+    """
+    if config.init is None:
+        return head
+    try:
+        if config.method == "medusa":
+            medusa = find_medusa(config.init, target.config)
+            return draft_chains.begin_with(head, load_medusa(medusa.reader, medusa.config, jnp.float32))
+        eagle = find_eagle(config.init, target.config, version=3)
+        return draft_chains.begin_with(head, load_eagle(eagle.reader, eagle.config, jnp.float32))
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"init={config.init} can't be trained further as a head of {config.method}: {error}") from error
+
+
 class DraftTrainer:
     """A head in training.
 
@@ -127,7 +148,8 @@ class DraftTrainer:
         answers are kept beside it, in a file of its name and `.states`.
 
     Raises:
-      ValueError: no answer is long enough, or the checkpoints are of another config.
+      ValueError: no answer is long enough, the checkpoints are of another config, or `config.init` is no such head.
+      FileNotFoundError: there is nothing at `config.init`.
     """
 
     def __init__(self, target: Decoder, answers: Sequence[Answer], config: TrainingConfig, folder: str | Path):
@@ -137,7 +159,7 @@ class DraftTrainer:
         self.answers: list[Answer] = usable(answers, config.length)
         if not self.answers:
             raise ValueError(f"none of {len(answers)} answers has two tokens within length={config.length}: raise it")
-        head = self._new_head()
+        head = _further(self._new_head(), config, target)
         kind: Any = type(head)
         self._abstract: Any = kind.abstract(head.config, "float32")
         leaves = named_leaves(head)

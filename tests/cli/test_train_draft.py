@@ -36,6 +36,8 @@ def test_a_run_writes_a_head_and_a_second_one_has_nothing_left_to_do(tmp_path):
     for more, message in (
         (["--seed=1"], "has checkpoints of another run (seed=0 there, 1 now)"),
         (["--num_eval=8"], "leaves nothing"),
+        (["--own_prompts=2"], "of 512 samples of a user's turn 0 are different prompts of at most 12 tokens"),
+        ([f"--init={output}"], f"has checkpoints of another run (init=None there, '{output}' now)"),
     ):
         done = run(*more)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr

@@ -49,6 +49,9 @@ def test_a_head_learns_and_drafts_in_the_engine(method, shared_head, folder, tar
     assert before.accepted_length < 1.5 and after.accepted_length > 3.5
     assert after.shares == sorted(after.shares, reverse=True) and len(after.shares) == 3
     trainer.export(tmp_path / "head", "float32")
+    further = replace(config, init=str(tmp_path / "head"), draft_vocab_size=30)  # the letters, and fewer others
+    begun = DraftTrainer(target, answers(100), further, tmp_path / "further")
+    assert begun.evaluate(answers(120)[100:]).accepted_length > 3.5, "no step was needed"
     speculative = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 3, "adaptive": False}
     options = {"bucket_plan": BucketPlan(mixed=((16, 4),), head_rows=(16,)), "num_pages": 64, "page_size": 4}
     llm = LLM(folder, speculative_config=speculative, compilation_cache_dir="", max_model_len=64, **options)
@@ -56,6 +59,20 @@ def test_a_head_learns_and_drafts_in_the_engine(method, shared_head, folder, tar
     assert output.outputs[0].text == alphabet_model.after("a", 13)
     stats = llm.engine.stats
     assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens - 3 and stats.num_steps < 7
+
+
+@pytest.mark.slow
+def test_a_head_of_another_form_is_not_trained_further(target, tmp_path):
+    DraftTrainer(target, answers(20), replace(CONFIG, method="medusa"), tmp_path / "of_3").export(tmp_path / "head", "float32")
+    config = replace(CONFIG, method="medusa", init=str(tmp_path / "head"))
+    for field, message in (
+        ({"num_drafts": 2}, "as a head of medusa: the earlier head is not of the new one's form: num_heads=3 there, 2 here"),
+        ({"shared_head": True}, "shared_head=False there, True here"),
+        ({"method": "eagle3"}, f"init={tmp_path}/head can't be trained further as a head of eagle3: config of"),
+        ({"init": str(tmp_path / "none")}, f"init={tmp_path}/none can't be|{tmp_path}/none"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            DraftTrainer(target, answers(20), replace(config, **field), tmp_path / "other")
 
 
 class Killed(Exception):
