@@ -211,7 +211,7 @@ class DraftLengths:
         return (self.proposed.take(rows, 0) != NO_DRAFT) @ self._ones  # sooner than `sum`, of rows that are short
 
     def _choose(self, rows: np.ndarray, explore: bool, queued: bool) -> np.ndarray:
-        n, rates = len(rows), self.rates[rows]
+        n, rates = len(rows), self._likely_rates(rows)
         worth = rates >= (LEAST_RATE_MADE if self._by_model else LEAST_RATE)
         if self.on_host:
             worth &= self._num_known(rows) > 0
@@ -241,6 +241,18 @@ class DraftLengths:
                 best, length = gain, k
         self._pays = length > 0 and (at_rest is None or best * at_rest / plain > 1)
         return np.where(worth, length, 0).astype(np.int32)
+
+    def _likely_rates(self, rows: np.ndarray) -> np.ndarray:  # f64[n]
+        """Of each row, drawn to the mean of all as far as they differ by no more than chance: a few wrong drafts of one row are not
+        yet a row whose drafts are wrong (Efron and Morris, JASA 1975: Stein's estimator with the mean unknown). A moving average
+        of what is right at a rate p has the variance p (1 - p) memory / (2 - memory)."""
+        rates, n = self.rates[rows], len(rows)
+        if n < 4:
+            return rates
+        mean = rates.sum() / n
+        apart = rates - mean
+        chance = mean * (1 - mean) * self._memory / (2 - self._memory)
+        return mean + apart * max(0.0, 1 - (n - 3) * chance / max(float(apart @ apart), 1e-9))
 
     def shape(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Shape:
         """Of a step of decodes alone."""
