@@ -7,11 +7,11 @@ run that was killed goes on.
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.sampling_params import SamplingParams
 
@@ -31,9 +31,9 @@ def turn_begin(llm: LLM) -> list[int]:
     Raises:
       ValueError: it has no template, or one that puts nothing there.
     """
-    chats = llm.chat_prompts([[{"role": "user", "content": text}] for text in _TWO_CONTENTS])
-    first, second = (list(chat["prompt_token_ids"]) for chat in chats)
-    begin = os.path.commonprefix([first, second])
+    chats: list[Any] = llm.chat_prompts([[{"role": "user", "content": text}] for text in _TWO_CONTENTS])
+    first, second = (list[int](chat["prompt_token_ids"]) for chat in chats)
+    begin = [ours for ours, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
     if not begin:
         raise ValueError("the chat template puts no token in front of a user's words, so that the model can't make up any")
     return begin
@@ -84,7 +84,7 @@ def collect_own_prompts(
     return list(found)[:num]
 
 
-def _read(path: Path) -> list[dict[str, object]]:
+def _read(path: Path) -> list[dict[str, Any]]:
     """The file's whole lines, as far as rounds are whole; none where there is no file."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines[: len(lines) // ROUND * ROUND]]

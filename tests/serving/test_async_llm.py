@@ -214,7 +214,7 @@ def test_an_error_behind_tokens_is_none_of_the_acceptance():
     """A reader that looks late has what came, then the error; one whose request was refused has the error at once."""
 
     async def main():
-        delta = Delta("r", 0, [1], "b")
+        delta = Delta("r", 0, "b", [1])
         for events, seen in (
             ([Accepted("r"), delta, Failed("r", FailedError("broken"))], [delta]),
             ([Failed("r", FailedError("broken"))], None),

@@ -167,7 +167,7 @@ def test_rows_whose_drafts_are_wrong_bring_none():
 
 @pytest.mark.parametrize("rates, spread", [([0.45] * 7, 0.0), ([0.95] * 3 + [0.02] * 4, 0.93)])
 def test_a_row_that_was_wrong_by_chance_is_told_from_one_of_another_kind(rates, spread):
-    """With nobody queueing a slow row can veto drafts. What chance makes of seven equal rows is 0.3 between the best and the worst."""
+    """With nobody queueing a slow row can veto drafts. By chance the best and the worst of seven equal rows are 0.3 apart."""
     machine, seen = Machine(rates, 0.02, queued=False, by_model=True), list[float]()
     machine.run(300)
     for _ in range(100):

@@ -1,6 +1,7 @@
 """Prompts that a model makes up: what is kept of its samples, and that a run that was killed goes on to the same ones."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ class FakeLLM(LLM):
     def __init__(self, kinds: int = 300, most: int = 100, cut: int = 5):
         self.kinds, self.left, self.cut, self.seeds = kinds, most, cut, list[int]()
 
-    def chat_prompts(self, messages, **options):
+    def chat_prompts(self, messages: Any, **options: Any):
         return [{"prompt": "", "prompt_token_ids": [*BEGIN, ord(chat[0]["content"]), 6]} for chat in messages]
 
     def generate(self, prompts, params, use_tqdm):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -75,12 +76,13 @@ def test_a_model_that_makes_no_prompts_is_told_from_one_that_does(options, tmp_p
 
 
 def test_what_the_template_puts_before_a_users_words(tmp_path, monkeypatch):
-    llm = OnlyTokenizer(Tokenizer.from_id(alphabet_model.save(tmp_path)))
+    tokenizer = Tokenizer.from_id(alphabet_model.save(tmp_path))
+    llm = OnlyTokenizer(tokenizer)
     begin = turn_begin(llm)
-    (chat,) = llm.chat_prompts([[{"role": "user", "content": "tea"}]])
+    chat: Any = llm.chat_prompts([[{"role": "user", "content": "tea"}]])[0]
     at = len(begin)
     assert at and chat["prompt_token_ids"][:at] == begin
-    assert llm.tokenizer.decode(chat["prompt_token_ids"][at : at + 3]) == "tea"
+    assert tokenizer.decode(chat["prompt_token_ids"][at : at + 3]) == "tea"
     monkeypatch.setattr(
         FakeLLM, "chat_prompts", lambda self, messages: [{"prompt_token_ids": [7 + i]} for i, _ in enumerate(messages)]
     )
