@@ -57,7 +57,7 @@ _SAVE = flags.DEFINE_integer("save_every", 50, "Steps between checkpoints.", low
 _STATES = flags.DEFINE_float(
     "states_gib", 16.0, "Most GiB that the target's states of all answers may take on the disk; else each step computes its own."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of the prompts, the first weights and the order.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the prompts, the first weights and the order.", lower_bound=0)
 _DTYPE = flags.DEFINE_string("dtype", "auto", "Of the target, and of the head's file; auto: the model's own.")
 _JSON = flags.DEFINE_string("json", None, "Write the result to this file; - is stdout.")
 
@@ -72,9 +72,10 @@ def collect() -> list[Any]:
     from jaxserve.training.answers import collect_answers, read_answers
     from jaxserve.training.prompts import make_prompts, read_prompts
 
-    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=64)
     texts = make_prompts(_NUM_PROMPTS.value, _SEED.value) if _PROMPTS.value is None else read_prompts(_PROMPTS.value)
     texts = texts[: _NUM_PROMPTS.value]
+    check_init()
+    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=64)
     if _OWN_PROMPTS.value:
         texts = list(dict.fromkeys([*texts, *make_up_prompts(llm)]))
         random.Random(_SEED.value).shuffle(texts)  # the last ones, kept for the measure, are of all kinds
@@ -90,6 +91,18 @@ def collect() -> list[Any]:
             bar.update(num - bar.n)
 
         return collect_answers(llm, prompts, kept, _MAX_TOKENS.value, report)
+
+
+def check_init() -> None:
+    """Errors of --init before anything is computed, as those of `find_eagle` and `find_medusa`: it is read when it is trained."""
+    from jaxserve.models.eagle import find_eagle
+    from jaxserve.models.files import find_model
+    from jaxserve.models.medusa import find_medusa
+
+    if _INIT.value is not None and _METHOD.value == "medusa":
+        find_medusa(_INIT.value, find_model(_MODEL.value).config)
+    elif _INIT.value is not None:
+        find_eagle(_INIT.value, find_model(_MODEL.value).config, version=3)
 
 
 def make_up_prompts(llm: Any) -> list[str]:

@@ -27,13 +27,13 @@ LEAST_GAIN = 1.05  # over a plain step, by prediction, that makes drafts worth i
 NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew,
-DUE_STEPS = 64  # and one that would win in HOPE of its time after so many, and twice as many each time that it took AGREEING of it
-HOPE, AGREEING = 0.75, 0.95  # or more: what was timed in a bad moment is mended soon, and a right time costs ever less
+DUE_STEPS, MOST_DUE_STEPS = 64, 256  # and one that would win in HOPE of its time after so many, and up to four times as many while
+HOPE, AGREEING = 0.6, 0.95  # it takes AGREEING of it or more: what was timed in a bad moment is mended soon, at little cost
 PATIENCE = 8  # steps of decodes in a row for which no drafts pay, and more of few rows; behind those none are made,
 PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
 RESTS_THAT_FOLLOW = 1  # in a row, in which what drafts still runs over the steps' tokens; in others it does not
 MOST_HALVINGS = 2  # of patience, and doublings of the steps between probes, each time that no drafts had paid since the last rest
-TRIAL_STEPS, TRIAL_EVERY = 5, 64  # without drafts, so that it is known what these steps take; of so many steps at most
+TRIAL_STEPS = 5  # without drafts, so that it is known what these steps take
 
 _STATUS, _NUM_FORCED = attrgetter("status"), attrgetter("num_forced_in_flight")
 
@@ -54,11 +54,11 @@ class RecentTimes:
             del self._times[shape]
         times = self._times.setdefault(shape, deque(maxlen=NUM_TIMES))
         if self.is_due(shape):
-            before = _lower_quartile(times)
-            due_steps = 2 * self._due_steps.get(shape, DUE_STEPS)
-            self._due_steps[shape] = min(due_steps, RETRY_STEPS) if seconds >= AGREEING * before else DUE_STEPS
+            before, due_steps = _lower_quartile(times), 2 * self._due_steps.get(shape, DUE_STEPS)
+            agrees = seconds >= AGREEING * before
+            self._due_steps[shape] = min(due_steps, MOST_DUE_STEPS) if agrees else DUE_STEPS
             times.clear()
-            times += [before] * (ENOUGH_TIMES - 1)
+            times += [before if agrees else seconds] * (ENOUGH_TIMES - 1)
         times.append(seconds)
         self.skip()
         self._last[shape] = self._num_steps
@@ -177,11 +177,12 @@ class DraftLengths:
         else:
             chosen = np.zeros(len(rows), np.int32)  # the step before makes none
         if self._by_model and self.adaptive:
-            self._rest(rows, bool(chosen.any()) and self._pays)
+            self._rest(rows, bool(chosen.any()) and self._pays, timed=explore)
         return np.minimum(chosen, self._num_known(rows)) if self.on_host else chosen
 
-    def _rest(self, rows: np.ndarray, pays: bool) -> None:
-        """Decides whether the step in hand makes drafts. Rows that leave change nothing until a smaller bucket holds the rest."""
+    def _rest(self, rows: np.ndarray, pays: bool, timed: bool) -> None:
+        """Decides whether the step in hand makes drafts. timed: `take_time` will learn what the step took. Rows that leave change
+        nothing until a smaller bucket holds the rest."""
         shape = self.shape(len(rows), len(rows), 1)
         if not np.array_equal(rows, self._last_rows):
             alike = shape == self._last_shape and bool(np.isin(rows, self._last_rows).all())
@@ -193,9 +194,9 @@ class DraftLengths:
             self._num_rests[shape] = 0
         self._num_steps += 1
         unsure = self.times_at_rest.get(shape) is None or self.times_at_rest.is_due(shape)
-        if pays and unsure and self._num_steps >= self._next_trials.get(shape, 0):
+        if timed and pays and unsure and self._num_steps >= self._next_trials.get(shape, 0):
             self._trial = TRIAL_STEPS
-            self._next_trials[shape] = self._num_steps + TRIAL_EVERY
+            self._next_trials[shape] = self._num_steps + RETRY_STEPS  # unless this one is timed
         num_rests = self._num_rests.get(shape, 0)
         patience = PATIENCE * (1 + 2 // max(1, len(rows))) >> min(num_rests, MOST_HALVINGS)  # what few rows say is noisy
         if self._unpaid == patience:
@@ -203,7 +204,7 @@ class DraftLengths:
         probe_every = PROBE_EVERY << min(max(0, num_rests - 1), MOST_HALVINGS)
         probes = self._unpaid >= probe_every and self._unpaid % probe_every < PROBE_STEPS
         self.proposes = self._unpaid < patience or probes
-        if self._trial:
+        if self._trial and timed:
             self._trial, self.proposes = self._trial - 1, False
         self.follows = self.proposes or num_rests <= RESTS_THAT_FOLLOW
 
@@ -218,7 +219,7 @@ class DraftLengths:
         num_worth, best, length = int(worth.sum()), LEAST_GAIN, 0
         at_rest, plain = self.times_at_rest.get(self.shape(n, n, 1)), self.times.get(self.shape(n, n, 1))
         self._pays = False
-        if plain is None or not num_worth:
+        if plain is None or not num_worth or (explore and self.times.is_due(self.shape(n, n, 1))):
             return np.zeros(n, np.int32)
         p = np.minimum(rates[worth], 0.999)
         for k in self.lengths:
@@ -232,7 +233,7 @@ class DraftLengths:
                     continue
                 seconds, explore = max(plain, self.times.least(shape)), False
             elif explore and self.times.is_due(shape):
-                seconds, explore = HOPE * seconds, False
+                seconds *= HOPE
             tokens, speed = np.ones(n), plain / seconds
             tokens[worth] = (1 - p ** (k + 1)) / (1 - p)
             gain = speed * float(tokens.mean() if queued else 1 / (1 / tokens).mean())
@@ -251,7 +252,7 @@ class DraftLengths:
             return rates
         mean = rates.sum() / n
         apart = rates - mean
-        chance = mean * (1 - mean) * self._memory / (2 - self._memory)
+        chance = float(rates @ (1 - rates)) / n * self._memory / (2 - self._memory)
         return mean + apart * max(0.0, 1 - (n - 3) * chance / max(float(apart @ apart), 1e-9))
 
     def shape(self, num_tokens: int, num_seqs: int, max_q_len: int) -> Shape:
@@ -264,9 +265,12 @@ class DraftLengths:
         seconds, self._last_finished = finished - max(begun, self._last_finished), finished
         if self.adaptive and schedule.num_decodes == schedule.num_seqs:
             times = self.times if proposes else self.times_at_rest
+            shape = self.shape(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len)
+            times.add(shape, seconds)
             if proposes:
                 self.times_at_rest.skip()
-            times.add(self.shape(schedule.num_tokens, schedule.num_seqs, schedule.max_q_len), seconds)
+            elif self.times_at_rest.get(shape) is not None:
+                self._next_trials.pop(shape, None)
 
     def take_tokens(
         self,

@@ -45,7 +45,7 @@ def collect_answers(
         if answer.prompt != prompt:
             raise ValueError(f"{path} has answers to other prompts, line {i + 1} is the first: give a new folder")
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    _write(path, found)  # without half a line that was being written
+    write_lines(path, [json.dumps(answer._asdict()) for answer in found])  # without half a line that was being written
     for i in range(len(found), len(prompts), ROUND):
         some = list(prompts[i : i + ROUND])
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in some], params, use_tqdm=False)
@@ -57,8 +57,9 @@ def collect_answers(
     return found[: len(prompts)]
 
 
-def _write(path: Path, answers: Sequence[Answer]) -> None:
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Writes a file of lines at once, and its folder where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(answer._asdict()) + "\n" for answer in answers))
+    partial.write_text("".join(line + "\n" for line in lines))
     partial.replace(path)

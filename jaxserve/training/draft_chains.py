@@ -113,9 +113,12 @@ def begin_with(head: Head, earlier: Head) -> Head:
         raise ValueError(f"the earlier head is not of the new one's form: {'; '.join(others)}")
     leaves, given = named_leaves(head), named_leaves(earlier)
     ids, their_ids = known_ids(head), known_ids(earlier)
-    for path in leaves.keys() & given.keys() - {"draft_ids"}:
-        if path.endswith("lm_head/kernel") and ids is not None and their_ids is not None:
-            _, here, there = np.intersect1d(ids, their_ids, assume_unique=True, return_indices=True)
+    fixed = {"draft_ids", *(("lm_head/kernel",) if getattr(head.config, "shared_head", False) else ())}  # the target's own
+    for path in leaves.keys() & given.keys() - fixed:
+        if path.endswith("lm_head/kernel") and (ids is not None or their_ids is not None):
+            n = max(leaves[path].shape[1], given[path].shape[1])
+            known = (np.arange(n) if each is None else np.asarray(each) for each in (ids, their_ids))
+            _, here, there = np.intersect1d(*known, assume_unique=True, return_indices=True)
             leaves[path] = leaves[path].at[:, here].set(given[path][:, there].astype(leaves[path].dtype))
         else:
             leaves[path] = jnp.array(given[path], leaves[path].dtype)

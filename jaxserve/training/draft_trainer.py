@@ -118,14 +118,14 @@ def rank_answers(
     return np.concatenate(found), np.concatenate(of)
 
 
-def _further(head: Head, config: TrainingConfig, target: Decoder) -> Head:
-    """A new head, with the weights of the one that lies at `config.init`, if that is given.
+def _further(head: Head, config: TrainingConfig, target: Decoder, resumes: bool) -> Head:
+    """A new head, with the weights of the one that lies at `config.init`, if that is given. resumes: a checkpoint has newer ones.
 
     Raises:
       FileNotFoundError: nothing lies there.
       ValueError: what lies there is not such a head.
     """
-    if config.init is None:
+    if config.init is None or resumes:
         return head
     try:
         if config.method == "medusa":
@@ -159,7 +159,7 @@ class DraftTrainer:
         self.answers: list[Answer] = usable(answers, config.length)
         if not self.answers:
             raise ValueError(f"none of {len(answers)} answers has two tokens within length={config.length}: raise it")
-        head = _further(self._new_head(), config, target)
+        head = _further(self._new_head(), config, target, resumes=self._newest() is not None)
         kind: Any = type(head)
         self._abstract: Any = kind.abstract(head.config, "float32")
         leaves = named_leaves(head)
@@ -260,10 +260,15 @@ class DraftTrainer:
         said = json.dumps({"step": self.step, "num_answers": len(self.answers), "config": asdict(self.config)}, indent=1)
         return orbax.save(self.folder, self._state(), {PROGRESS: said}, keep=2)
 
+    def _newest(self) -> Path | None:
+        from checkpoints import orbax
+
+        return orbax.find_version(self.folder)
+
     def _restore(self) -> None:
         from checkpoints import orbax
 
-        version = orbax.find_version(self.folder)
+        version = self._newest()
         if version is None:
             return
         said = json.loads((version / PROGRESS).read_text())
