@@ -23,17 +23,17 @@ MEMORY, MEMORY_MADE = 0.15, 0.1  # weight of the newest draft in a row's rate; o
 MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next owner
 FIRST_RATE = 0.5  # of the first rows
 LEAST_RATE, LEAST_RATE_MADE = 0.2, 0.1  # a row whose drafts are right less often brings none; of drafts that take time to make
-LEAST_GAIN = 1.05  # over a plain step, by prediction, that makes drafts worth it
+LEAST_GAIN = 1.05  # by prediction, over a plain step, that makes drafts worth it, and over a step at rest their making
 NUM_TIMES = 12  # last times of a shape that count
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew,
-DUE_STEPS, MOST_DUE_STEPS = 64, 256  # and one that would win in HOPE of its time after so many, and up to four times as many while
+DUE_STEPS, MOST_DOUBLINGS = 64, 2  # and one that would win in HOPE of its time after so many, and up to four times as many while
 HOPE, AGREEING = 0.6, 0.95  # it takes AGREEING of it or more: what was timed in a bad moment is mended soon, at little cost
 PATIENCE = 8  # steps of decodes in a row for which no drafts pay, and more of few rows; behind those none are made,
 PROBE_EVERY, PROBE_STEPS = 128, 3  # but in so many of every so many steps
 RESTS_THAT_FOLLOW = 1  # in a row, in which what drafts still runs over the steps' tokens; in others it does not
 MOST_HALVINGS = 2  # of patience, and doublings of the steps between probes, each time that no drafts had paid since the last rest
-TRIAL_STEPS = 5  # without drafts, so that it is known what these steps take
+TRIAL_STEPS, REST_DUE_STEPS = 5, 256  # without drafts, so that it is known what these take; for DUE_STEPS, as more steps are tried
 
 _STATUS, _NUM_FORCED = attrgetter("status"), attrgetter("num_forced_in_flight")
 
@@ -43,7 +43,8 @@ Shape = tuple[Bucket, int]  # of a step of decodes alone: its bucket, its head's
 class RecentTimes:
     """How long steps of each shape took of late, in seconds. Their lower quartile: what else the machine did is not the shape's."""
 
-    def __init__(self) -> None:
+    def __init__(self, due_steps: int = DUE_STEPS) -> None:
+        self._due_at_first, self._due_at_most = due_steps, due_steps << MOST_DOUBLINGS
         self._times: dict[Shape, deque[float]] = {}
         self._last: dict[Shape, int] = {}  # at which step each ran last
         self._due_steps: dict[Shape, int] = {}  # behind that, until it is due
@@ -54,9 +55,9 @@ class RecentTimes:
             del self._times[shape]
         times = self._times.setdefault(shape, deque(maxlen=NUM_TIMES))
         if self.is_due(shape):
-            before, due_steps = _lower_quartile(times), 2 * self._due_steps.get(shape, DUE_STEPS)
+            before, due_steps = _lower_quartile(times), 2 * self._due_steps.get(shape, self._due_at_first)
             agrees = seconds >= AGREEING * before
-            self._due_steps[shape] = min(due_steps, MOST_DUE_STEPS) if agrees else DUE_STEPS
+            self._due_steps[shape] = min(due_steps, self._due_at_most) if agrees else self._due_at_first
             times.clear()
             times += [before if agrees else seconds] * (ENOUGH_TIMES - 1)
         times.append(seconds)
@@ -72,7 +73,7 @@ class RecentTimes:
 
     def is_due(self, shape: Shape) -> bool:
         """Whether its time is known, and so old that it is worth a step to see whether that moment was a bad one."""
-        return len(self._times.get(shape, ())) >= ENOUGH_TIMES and self._age(shape) > self._due_steps.get(shape, DUE_STEPS)
+        return len(self._times.get(shape, ())) >= ENOUGH_TIMES and self._age(shape) > self._due_steps.get(shape, self._due_at_first)
 
     def get(self, shape: Shape) -> float | None:
         """None: not known, or not any more."""
@@ -141,7 +142,7 @@ class DraftLengths:
         self.proposed: np.ndarray = np.full((max_num_seqs, num_drafts), NO_DRAFT, np.int32)  # after each row's last token
         self.rates: np.ndarray = np.full(max_num_seqs, FIRST_RATE)  # how often a row's next draft is right
         self.times: RecentTimes = RecentTimes()
-        self.times_at_rest: RecentTimes = RecentTimes()  # of steps whose heads made no drafts
+        self.times_at_rest: RecentTimes = RecentTimes(REST_DUE_STEPS)  # of steps whose heads made no drafts
         self.proposes: bool = True  # whether the head of the step that was scheduled last shall make drafts
         self.follows: bool = True  # whether what drafts shall run over that step's tokens
         self._by_model = by_model
@@ -240,7 +241,7 @@ class DraftLengths:
             fair = queued or gain * speed * float(tokens.min()) >= 1
             if gain > best and fair:
                 best, length = gain, k
-        self._pays = length > 0 and (at_rest is None or best * at_rest / plain > 1)
+        self._pays = length > 0 and (at_rest is None or best * at_rest / plain > LEAST_GAIN)
         return np.where(worth, length, 0).astype(np.int32)
 
     def _likely_rates(self, rows: np.ndarray) -> np.ndarray:  # f64[n]
