@@ -42,8 +42,9 @@ class FakeLLM(LLM):
         return SimpleNamespace(text=text, finish_reason="length" if seed % self.cut == 0 else "stop")
 
 
-def collect(llm: LLM, num: int, path, **options) -> list[str]:
-    return collect_own_prompts(llm, num, path, **({"max_tokens": 9} | options))
+def collect(llm: LLM, num: int, path, **options: Any) -> list[str]:
+    options.setdefault("max_tokens", 9)
+    return collect_own_prompts(llm, num, path, **options)
 
 
 def test_what_is_whole_and_new_is_kept(tmp_path):
