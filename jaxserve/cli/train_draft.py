@@ -16,9 +16,9 @@ With --shared_head Medusa heads are as vLLM has them: one block each in front of
 The target's states of all answers are computed once and kept in a file meanwhile, unless they would take more than --states_gib
 (of an EAGLE-3 head for SmolLM2-135M 4.5 KiB a token). A step does not run the target then.
 
---output becomes what the method's authors publish, config.json and model.safetensors. `answers.jsonl` and `checkpoints/` beside
-them are what a run that was killed goes on from, with the same command; the weights are then those of a run that was not. They may
-be deleted afterwards.
+--output becomes what the method's authors publish, config.json and model.safetensors. `own_prompts.jsonl`, `answers.jsonl` and
+`checkpoints/` beside them are what a run that was killed goes on from, with the same command; the weights are then those of a run
+that was not. They may be deleted afterwards.
 """
 
 from __future__ import annotations
@@ -69,12 +69,15 @@ def collect() -> list[Any]:
     from tqdm import tqdm
 
     from jaxserve import LLM
+    from jaxserve.models.files import find_model
     from jaxserve.training.answers import collect_answers, read_answers
+    from jaxserve.training.draft_trainer import find_head
     from jaxserve.training.prompts import make_prompts, read_prompts
 
     texts = make_prompts(_NUM_PROMPTS.value, _SEED.value) if _PROMPTS.value is None else read_prompts(_PROMPTS.value)
     texts = texts[: _NUM_PROMPTS.value]
-    check_init()
+    if _INIT.value is not None:  # before anything is computed: it is read when it is trained
+        find_head(_INIT.value, _METHOD.value, find_model(_MODEL.value).config)
     llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=64)
     if _OWN_PROMPTS.value:
         texts = list(dict.fromkeys([*texts, *make_up_prompts(llm)]))
@@ -91,18 +94,6 @@ def collect() -> list[Any]:
             bar.update(num - bar.n)
 
         return collect_answers(llm, prompts, kept, _MAX_TOKENS.value, report)
-
-
-def check_init() -> None:
-    """Errors of --init before anything is computed, as those of `find_eagle` and `find_medusa`: it is read when it is trained."""
-    from jaxserve.models.eagle import find_eagle
-    from jaxserve.models.files import find_model
-    from jaxserve.models.medusa import find_medusa
-
-    if _INIT.value is not None and _METHOD.value == "medusa":
-        find_medusa(_INIT.value, find_model(_MODEL.value).config)
-    elif _INIT.value is not None:
-        find_eagle(_INIT.value, find_model(_MODEL.value).config, version=3)
 
 
 def make_up_prompts(llm: Any) -> list[str]:

@@ -169,8 +169,8 @@ class DraftLengths:
         queued: bool,
     ) -> np.ndarray:  # i32[n]: drafts of each, as far as there is room
         """explore: whether the step will hold decodes alone, so that `take_time` learns what it took: of the shapes that were not
-        timed the smallest is then tried, as if it took no longer than smaller ones. Otherwise they are left out. queued: whether
-        requests wait for a row."""
+        timed the smallest is then tried, as if it took no longer than smaller ones, and of those that are due one that would win
+        in HOPE of its time. Otherwise the former are left out. queued: whether requests wait for a row."""
         if not self.adaptive:
             self.proposes, chosen = True, np.full(len(rows), self.num_drafts, np.int32)
         elif self.proposes:
@@ -218,9 +218,10 @@ class DraftLengths:
         if self.on_host:
             worth &= self._num_known(rows) > 0
         num_worth, best, length = int(worth.sum()), LEAST_GAIN, 0
-        at_rest, plain = self.times_at_rest.get(self.shape(n, n, 1)), self.times.get(self.shape(n, n, 1))
+        alone = self.shape(n, n, 1)
+        at_rest, plain = self.times_at_rest.get(alone), self.times.get(alone)
         self._pays = False
-        if plain is None or not num_worth or (explore and self.times.is_due(self.shape(n, n, 1))):
+        if plain is None or not num_worth or (explore and self.times.is_due(alone)):
             return np.zeros(n, np.int32)
         p = np.minimum(rates[worth], 0.999)
         for k in self.lengths:

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models import Decoder, named_leaves, with_leaves
-from jaxserve.models.eagle import EagleHead, find_eagle, load_eagle
+from jaxserve.models import Decoder, ModelConfig, named_leaves, with_leaves
+from jaxserve.models.eagle import EagleFiles, EagleHead, find_eagle, load_eagle
 from jaxserve.models.eagle import key_table as eagle_keys
 from jaxserve.models.hf_keys import tensors_of
-from jaxserve.models.medusa import find_medusa, load_medusa
+from jaxserve.models.medusa import MedusaFiles, find_medusa, load_medusa
 from jaxserve.models.medusa import key_table as medusa_keys
 from jaxserve.simulation.draft_trees import chain
 from jaxserve.training import draft_chains
@@ -118,6 +118,12 @@ def rank_answers(
     return np.concatenate(found), np.concatenate(of)
 
 
+def find_head(folder: str, method: str, target: ModelConfig) -> EagleFiles | MedusaFiles:
+    """A head that lies in a folder, to be trained further by this method. No weight is read. Errors as those of `find_eagle` and
+    `find_medusa`."""
+    return find_medusa(folder, target) if method == "medusa" else find_eagle(folder, target, version=3)
+
+
 def _further(head: Head, config: TrainingConfig, target: Decoder, resumes: bool) -> Head:
     """A new head, with the weights of the one that lies at `config.init`, if that is given. resumes: a checkpoint has newer ones.
 
@@ -128,11 +134,10 @@ def _further(head: Head, config: TrainingConfig, target: Decoder, resumes: bool)
     if config.init is None or resumes:
         return head
     try:
-        if config.method == "medusa":
-            medusa = find_medusa(config.init, target.config)
-            return draft_chains.begin_with(head, load_medusa(medusa.reader, medusa.config, jnp.float32))
-        eagle = find_eagle(config.init, target.config, version=3)
-        return draft_chains.begin_with(head, load_eagle(eagle.reader, eagle.config, jnp.float32))
+        files = find_head(config.init, config.method, target.config)
+        if isinstance(files, MedusaFiles):
+            return draft_chains.begin_with(head, load_medusa(files.reader, files.config, jnp.float32))
+        return draft_chains.begin_with(head, load_eagle(files.reader, files.config, jnp.float32))
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"init={config.init} can't be trained further as a head of {config.method}: {error}") from error
 
