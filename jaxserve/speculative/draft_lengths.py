@@ -24,7 +24,7 @@ MEMORY_OF_NEW = 0.02  # of the newest step in what is expected of a row's next o
 FIRST_RATE = 0.5  # of the first rows
 LEAST_RATE, LEAST_RATE_MADE = 0.2, 0.1  # a row whose drafts are right less often brings none; of drafts that take time to make
 LEAST_GAIN = 1.05  # by prediction, over a plain step, that makes drafts worth it, and over a step at rest their making
-NUM_TIMES = 12  # last times of a shape that count
+NUM_TIMES = 48  # last times of a shape that count: half a second of a small model's, so that a short bad moment is not the shape's
 ENOUGH_TIMES = 3  # fewer say nothing: the first may hold a compile
 RETRY_STEPS = 1000  # a shape that did not run for so many steps is timed anew,
 DUE_STEPS, MOST_DOUBLINGS = 64, 2  # and one that would win in HOPE of its time after so many, and up to four times as many while
@@ -46,6 +46,7 @@ class RecentTimes:
     def __init__(self, due_steps: int = DUE_STEPS) -> None:
         self._due_at_first, self._due_at_most = due_steps, due_steps << MOST_DOUBLINGS
         self._times: dict[Shape, deque[float]] = {}
+        self._quartiles: dict[Shape, float] = {}  # of these
         self._last: dict[Shape, int] = {}  # at which step each ran last
         self._due_steps: dict[Shape, int] = {}  # behind that, until it is due
         self._num_steps = 0
@@ -55,12 +56,13 @@ class RecentTimes:
             del self._times[shape]
         times = self._times.setdefault(shape, deque(maxlen=NUM_TIMES))
         if self.is_due(shape):
-            before, due_steps = _lower_quartile(times), 2 * self._due_steps.get(shape, self._due_at_first)
+            before, due_steps = self._quartiles[shape], 2 * self._due_steps.get(shape, self._due_at_first)
             agrees = seconds >= AGREEING * before
             self._due_steps[shape] = min(due_steps, self._due_at_most) if agrees else self._due_at_first
             times.clear()
             times += [before if agrees else seconds] * (ENOUGH_TIMES - 1)
         times.append(seconds)
+        self._quartiles[shape] = _lower_quartile(times)
         self.skip()
         self._last[shape] = self._num_steps
 
@@ -77,8 +79,8 @@ class RecentTimes:
 
     def get(self, shape: Shape) -> float | None:
         """None: not known, or not any more."""
-        times = self._times.get(shape, ())
-        return None if len(times) < ENOUGH_TIMES or self._age(shape) > RETRY_STEPS else _lower_quartile(times)
+        known = len(self._times.get(shape, ())) >= ENOUGH_TIMES and self._age(shape) <= RETRY_STEPS
+        return self._quartiles[shape] if known else None
 
     def least(self, shape: Shape) -> float:
         """What a step of this shape takes at least, by those of no more tokens and rows that are known; 0 without."""

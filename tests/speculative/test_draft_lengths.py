@@ -265,6 +265,17 @@ def test_steps_beside_prompts_are_no_trials_of_a_rest():
     assert all(machine.proposed[-600:])
 
 
+def test_a_short_bad_moment_is_not_the_time_of_the_shape_that_ran_in_it():
+    """Half a second of a small model's steps decides, not the last dozen; a machine that stays slow is believed."""
+    times, shape = RecentTimes(), (PLAN.select(4, 1, 4), 8)
+    for seconds in [0.010] * 40 + [0.014] * 20:
+        times.add(shape, seconds)
+    assert times.get(shape) == 0.010
+    for _ in range(20):
+        times.add(shape, 0.014)
+    assert times.get(shape) == 0.014
+
+
 def test_drafts_that_are_there_are_verified_where_only_their_making_does_not_pay():
     """A row that is right by turns: what was made for a step is not thrown away because it would not be made for it alone."""
     machine = Machine([0.4], 0.02, drafting=0.3, by_model=True)
