@@ -234,6 +234,9 @@ class OutputParser:
                 if text:
                     yield Content(text)
             return
+        if final and not (taken.calls or self._read_any) and (text := self._mark + self._text[: taken.used]):
+            yield Content(text)  # a mark at the very end
+            self._mark = ""
         self._text = self._text[taken.used :]
         for name, arguments in taken.calls:
             self._read_any = True

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.serving.notations import CALLS, REASONING, calls_of_template, chosen
@@ -190,6 +190,8 @@ PIECES = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(CALLS)), st.lists(PIECES, max_size=12))
+@example("llama3_json", ["<|python_tag|>"])
+@example("llama3_json", ["<|python_tag|> ; "])
 def test_nothing_that_a_model_writes_is_an_error(name, parts):
     begin = CALLS[name].opens or CALLS[name].begin[0]
     text = begin + "".join(parts)
