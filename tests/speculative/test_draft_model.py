@@ -19,7 +19,7 @@ from jaxserve.execution import draft_model, draft_pages
 from jaxserve.execution.draft_pages import DraftPages
 from jaxserve.execution.programs import RestBody, RestHead
 from jaxserve.sampling import sampler
-from jaxserve.speculative import draft_lengths
+from jaxserve.speculative import draft_rests
 from jaxserve.speculative.config import SpeculativeConfig
 from tests import alphabet_model, dummy
 from tests.dummy import Ask
@@ -303,7 +303,7 @@ def test_heads_make_no_drafts_where_none_pay(name, monkeypatch):
     """First no drafts are worth it: plain steps run heads that draft nothing, but for a few. Then all are made and verified again.
     Outputs stay those without drafts, to the last bit, as all steps have one shape."""
     for constant, value in (("PATIENCE", 1), ("PROBE_EVERY", 4), ("PROBE_STEPS", 1)):
-        monkeypatch.setattr(draft_lengths, constant, value)
+        monkeypatch.setattr(draft_rests, constant, value)
     method = "draft_model" if name == "near" else name
     engine = make_engine(name, speculative_config=NAMED | {"method": method, "adaptive": True})
     lengths, dispatch, seen = engine.draft_lengths, engine.runner.dispatch_head, []
@@ -334,7 +334,7 @@ def test_heads_make_no_drafts_where_none_pay(name, monkeypatch):
 def test_what_never_paid_is_not_run_over_steps_at_rest(name, monkeypatch):
     """Of their tokens it knows nothing, zeros instead of what stood in the pages before; of all others it does. Outputs stay."""
     for constant, value in (("PATIENCE", 1), ("PROBE_EVERY", 8), ("PROBE_STEPS", 3), ("RESTS_THAT_FOLLOW", 0)):
-        monkeypatch.setattr(draft_lengths, constant, value)
+        monkeypatch.setattr(draft_rests, constant, value)
     plan = BucketPlan(decode=(2,), mixed=PLAN.mixed, head_rows=(2, *PLAN.head_rows))
     method = "draft_model" if name == "near" else name
     options = {"bucket_plan": plan, "async_scheduling": False, "page_size": 4, "pool_pages": 30}
