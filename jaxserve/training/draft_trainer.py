@@ -75,6 +75,8 @@ class TrainingConfig:
             raise ValueError(f"learning_rate={self.learning_rate} must be positive")
         if not self.states_gib >= 0:
             raise ValueError(f"states_gib={self.states_gib} must not be negative")
+        if self.init is not None:  # one spelling, by which a run that was killed is known again
+            object.__setattr__(self, "init", str(Path(self.init)))
 
 
 class Worth(NamedTuple):

@@ -75,6 +75,10 @@ def test_a_head_of_another_form_is_not_trained_further(target, tmp_path):
             DraftTrainer(target, answers(20), replace(config, **field), tmp_path / "other")
 
 
+def test_a_folder_to_begin_with_has_one_spelling():
+    assert TrainingConfig(init="./heads//first/") == TrainingConfig(init="heads/first")
+
+
 class Killed(Exception):
     pass
 
