@@ -15,16 +15,17 @@ import numpy as np
 from jaxserve.buckets.plan import BucketPlan
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.schedule import Schedule
-from jaxserve.speculative.draft_rests import LEAST_GAIN, DraftRests
+from jaxserve.speculative.draft_rests import DraftRests
 from jaxserve.speculative.proposer import NO_DRAFT
 from jaxserve.speculative.recent_times import RecentTimes, Shape
 
 MEMORY, MEMORY_MADE = 0.15, 0.1  # weight of the newest draft in a row's rate; of drafts that a model makes
-MEMORY_OF_NEW = 0.01  # of the newest draft of all, in what is expected of a row's next owner
+MEMORY_OF_NEW = 0.01  # of each row's share in a step, in what is expected of a row's next owner
 FIRST_RATE = 0.5  # of the first rows
 LEAST_RATE, LEAST_RATE_MADE = 0.2, 0.1  # a row whose drafts are right less often brings none; of drafts that take time to make
+LEAST_GAIN = 1.05  # by prediction, over a plain step, that makes drafts worth it, and over a step at rest their making
 HOPE = 0.6  # of its time, in which a shape that is due would have to win to be tried
-HOLD_STEPS = 4  # for which a choice among drafts that a model makes stands, with the same rows and owners
+HOLD_STEPS = 4  # for which a choice among drafts that a model makes stands where they pay, with the same rows and owners
 
 _STATUS, _NUM_FORCED = attrgetter("status"), attrgetter("num_forced_in_flight")
 
@@ -76,7 +77,7 @@ class DraftLengths:
         self.times: RecentTimes = RecentTimes()
         self.rests: DraftRests = DraftRests()
         self._by_model = by_model
-        self._pays = False  # whether drafts chosen last pay for their making too
+        self._pays: bool | None = False  # whether drafts chosen last pay for their making too; None: nobody can say
         self._tries = False  # whether the last choice was one to learn what a shape takes
         self._held, self._held_steps = np.zeros(0, np.int32), 0  # the last choice, and for how many steps more it stands
         self._held_for = (False, False)  # explore, queued
@@ -105,7 +106,7 @@ class DraftLengths:
         else:
             proposed = self.rests.proposes  # by the step before
             chosen = self._hold(rows, explore, queued) if proposed else np.zeros(len(rows), np.int32)
-            pays = proposed and self._pays and bool(chosen.any())
+            pays = self._pays if proposed else None
             self.rests.decide(self.shape(len(rows), len(rows), 1), len(rows), pays, timed=explore)
         return np.minimum(chosen, self._num_known(rows)) if self.on_host else chosen
 
@@ -127,7 +128,8 @@ class DraftLengths:
             return self._held
         chosen = self._choose(rows, explore, queued)
         chosen.setflags(write=False)
-        self._held, self._held_for, self._held_steps = chosen, (explore, queued), 0 if self._tries else HOLD_STEPS - 1
+        self._held, self._held_for = chosen, (explore, queued)
+        self._held_steps = HOLD_STEPS - 1 if self._pays and not self._tries else 0
         self._last_rows = rows.copy()
         return chosen
 
@@ -142,7 +144,8 @@ class DraftLengths:
         num_worth, best, length, likely = int(worth.sum()), LEAST_GAIN, 0, 0.0
         alone = self.shape(n, n, 1)
         at_rest, plain = self.rests.times.get(alone), self.times.get(alone)
-        self._pays, self._tries = False, plain is None or (explore and self.times.is_due(alone))
+        self._tries = explore and (plain is None or self.times.is_due(alone))
+        self._pays = None if plain is None or self._tries else False
         if plain is None or self._tries or not num_worth:
             return np.zeros(n, np.int32)
         p = np.minimum(rates[worth], 0.999)
@@ -164,7 +167,7 @@ class DraftLengths:
             fair = queued or gain * speed * float(tokens.min()) >= 1
             if gain > best and fair:
                 best, length, likely, self._tries = gain, k, hope * gain, tries
-        self._pays = length > 0 and (at_rest is None or likely * at_rest / plain > LEAST_GAIN)
+        self._pays = length > 0 and likely * (1.0 if at_rest is None else at_rest / plain) > LEAST_GAIN
         return np.where(worth, length, 0).astype(np.int32)
 
     def _likely_rates(self, rows: np.ndarray) -> np.ndarray:  # f64[n]
@@ -239,16 +242,18 @@ class DraftLengths:
         rates = 1 - (1 - before) * self._keeps[right]
         rates = np.where(ended, rates * (1 - self._memory), rates)
         self.rates[rows] = np.where(tried, rates, before)
-        if num_tried := int(tried @ (right + ended)):
-            self._of_new += (1 - (1 - MEMORY_OF_NEW) ** num_tried) * (int(tried @ right) / num_tried - self._of_new)
+        if num_tried := int(tried.sum()):
+            share = float(tried @ (right / (right + ended))) / num_tried
+            self._of_new += (1 - (1 - MEMORY_OF_NEW) ** num_tried) * (share - self._of_new)
 
     def _meet_new_owners(self, schedule: Schedule) -> None:
-        rows = schedule.rows
-        new = self._generations[rows] != schedule.generations
+        """Of rows from the step on that ends their prompt, before which they have no drafts."""
+        rows, samples = schedule.rows, schedule.samples
+        new = samples & (self._generations[rows] != schedule.generations)
         if new.any():
-            self._generations[rows] = schedule.generations
+            self._generations[rows[new]] = schedule.generations[new]
             self.rates[rows[new]] = self._of_new
-            self.rests.meet(float(new.sum()) / len(rows))
+            self.rests.meet(int(new.sum()))
             self._held_steps = 0
 
 

@@ -9,6 +9,7 @@ from jaxserve.buckets.plan import BucketPlan
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.schedule import Schedule
+from jaxserve.speculative import draft_rests
 from jaxserve.speculative.draft_lengths import FIRST_RATE, MEMORY, MEMORY_MADE, DraftLengths
 from jaxserve.speculative.draft_rests import PROBE_EVERY, PROBE_STEPS, TRIAL_STEPS
 from jaxserve.speculative.proposer import NO_DRAFT
@@ -407,6 +408,95 @@ def test_heads_come_to_rest_though_one_request_follows_the_other():
         machine.generation[i % 8] += 1
         machine.run(1)
     assert sum(machine.proposed[:100]) < 40 and sum(machine.proposed[-100:]) < 10
+
+
+def steps_until_made(machine: Machine, num_steps: int) -> int:
+    """Of the next so many, those before drafts are made in 20 steps in a row."""
+    begin = len(machine.proposed)
+    machine.run(num_steps)
+    made = "".join("+" if proposes else "-" for proposes in machine.proposed[begin:])
+    assert "+" * 20 in made, "drafts pay"
+    return made.index("+" * 20)
+
+
+@pytest.mark.parametrize("period", [3, 10, 40])
+def test_steps_beside_prompts_of_unknown_times_are_no_reason_to_give_up(period):
+    """Long prompts come one after the other; what steps take is not known before they are done."""
+    machine = Machine([0.8], 0.02, drafting=0.1, by_model=True)
+    machine.alone = False
+    for n in range(1, 9):
+        machine.rows, machine.rates, machine.generation = np.arange(n), np.full(n, 0.8), np.zeros(n, np.int64)
+        machine.run(period)
+    assert machine.proposed.count(True) <= 100, "nor do heads draft in vain for ever"
+    machine.alone = True
+    assert steps_until_made(machine, 100) < 20
+
+
+def test_rows_that_pass_a_buckets_bound_again_and_again_come_to_rest():
+    machine = Machine([0.02] * 5, 0.1, drafting=0.2, by_model=True)
+    for i in range(400):
+        machine.rows = np.arange(4 + i // 3 % 2)
+        machine.rates = np.full(len(machine.rows), 0.02)
+        machine.run(1)
+    assert sum(machine.proposed[-200:]) < 20
+
+
+def test_a_bucket_in_which_drafts_pay_again_is_tried_with_new_rows():
+    machine = Machine([0.9] * 8, 0.02, drafting=0.2, by_model=True)
+
+    def of_new_rows(n: int, rate: float, num_steps: int) -> None:
+        machine.rows, machine.rates = np.arange(n), np.full(n, rate)
+        machine.generation += 1
+        machine.run(num_steps)
+
+    for n, rate, num_steps in ((8, 0.9, 60), (4, 0.02, 60), (4, 0.02, 12), (8, 0.9, 150)):
+        of_new_rows(n, rate, num_steps)
+    assert sum(machine.proposed[-20:]) >= 20 - TRIAL_STEPS
+    of_new_rows(4, 0.9, 1)
+    assert steps_until_made(machine, 100) < 30, "though four had two rests in a row"
+
+
+def test_what_a_probe_finds_ends_a_rest():
+    machine = Machine([0.02] * 8, 0.02, drafting=0.2, by_model=True)
+    machine.run(200)
+    machine.rates[:] = 0.7
+    assert steps_until_made(machine, 600) < 450
+
+
+def test_a_choice_that_pays_stands_for_a_few_steps(monkeypatch):
+    machine, num_choices = Machine([0.9] * 4, 0.02, drafting=0.1, by_model=True), 0
+    machine.run(100)
+    choose = machine.lengths._choose
+
+    def counted(*args):
+        nonlocal num_choices
+        num_choices += 1
+        return choose(*args)
+
+    monkeypatch.setattr(machine.lengths, "_choose", counted)
+    machine.run(80)
+    assert 20 <= num_choices < 35, "a shape that is due is tried between"
+    num_choices = 0
+    while not num_choices:
+        machine.run(1)
+    machine.generation, num_choices = 1, 0
+    machine.run(2)
+    assert num_choices == 1, "others are asked about as soon as they are known"
+
+
+def test_a_shape_that_is_tried_in_hope_is_no_proof_that_drafts_pay(monkeypatch):
+    machine, said = Machine([0.4] * 8, 0.15, drafting=0.3, by_model=True), []
+    decide = machine.lengths.rests.decide
+
+    def noted(shape, num_rows, pays, timed):
+        said.append(pays)
+        decide(shape, num_rows, pays, timed)
+
+    monkeypatch.setattr(machine.lengths.rests, "decide", noted)
+    monkeypatch.setattr(draft_rests, "PATIENCE", 1000)
+    machine.run(400)
+    tried = [i for i, k in enumerate(machine.lengths_seen) if k and i > 100]
+    assert tried and not any(said[i] for i in tried)
 
 
 def test_a_step_at_rest_teaches_nothing_but_whether_the_drafts_before_it_were_right():
