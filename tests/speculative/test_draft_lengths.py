@@ -463,6 +463,17 @@ def test_what_a_probe_finds_ends_a_rest():
     assert steps_until_made(machine, 600) < 450
 
 
+@pytest.mark.parametrize(
+    ("rates", "least", "most"), [([0.95] * 4, 0.8, 1.0), ([0.95] + [0.02] * 7, 0.05, 0.22), ([0.02] * 4, 0, 0.1)]
+)
+def test_of_a_new_request_the_mean_of_the_rows_before_is_expected(rates, least, most):
+    machine = Machine(rates, 0.01)
+    machine.run(300)
+    machine.generation += 1
+    machine.run(1)
+    assert least <= machine.lengths.rates[machine.rows].mean() <= most, "one that copies counts as one of eight"
+
+
 def test_a_choice_that_pays_stands_for_a_few_steps(monkeypatch):
     machine, num_choices = Machine([0.9] * 4, 0.02, drafting=0.1, by_model=True), 0
     machine.run(100)
