@@ -105,8 +105,10 @@ class DraftLengths:
             chosen = self._choose(rows, explore, queued)
         else:
             proposed = self.rests.proposes  # by the step before
-            chosen = self._hold(rows, explore, queued) if proposed else np.zeros(len(rows), np.int32)
-            pays = self._pays if proposed else None
+            if proposed:
+                chosen, pays = self._hold(rows, explore, queued), self._pays
+            else:
+                chosen, pays, self._held_steps = np.zeros(len(rows), np.int32), None, 0
             self.rests.decide(self.shape(len(rows), len(rows), 1), len(rows), pays, timed=explore)
         return np.minimum(chosen, self._num_known(rows)) if self.on_host else chosen
 
@@ -141,7 +143,7 @@ class DraftLengths:
         worth = rates >= (LEAST_RATE_MADE if self._by_model else LEAST_RATE)
         if self.on_host:
             worth &= self._num_known(rows) > 0
-        num_worth, best, length, likely = int(worth.sum()), LEAST_GAIN, 0, 0.0
+        num_worth, best, length, likely, unknown, explores = int(worth.sum()), LEAST_GAIN, 0, 0.0, False, explore
         alone = self.shape(n, n, 1)
         at_rest, plain = self.rests.times.get(alone), self.times.get(alone)
         self._tries = explore and (plain is None or self.times.is_due(alone))
@@ -154,10 +156,9 @@ class DraftLengths:
             if num_tokens > self.max_tokens:
                 break
             shape = self.shape(num_tokens, n, 1 + k)
-            seconds, hope, tries = self.times.get(shape), 1.0, False
+            seconds, hope, may_try = self.times.get(shape), 1.0, explore
+            is_known, tries = seconds is not None, False
             if seconds is None:
-                if not explore:
-                    continue
                 seconds, explore, tries = max(plain, self.times.least(shape)), False, True
             elif explore and self.times.is_due(shape):
                 hope, tries = HOPE, True
@@ -165,9 +166,16 @@ class DraftLengths:
             tokens[worth] = (1 - p ** (k + 1)) / (1 - p)
             gain = speed * float(tokens.mean() if queued else 1 / (1 / tokens).mean())
             fair = queued or gain * speed * float(tokens.min()) >= 1
+            if not is_known and not may_try:
+                unknown |= fair and gain > best
+                continue
+            if fair:
+                likely = max(likely, hope * gain)
             if gain > best and fair:
-                best, length, likely, self._tries = gain, k, hope * gain, tries
+                best, length, self._tries = gain, k, tries
         self._pays = length > 0 and likely * (1.0 if at_rest is None else at_rest / plain) > LEAST_GAIN
+        if not length and unknown and not explores:
+            self._pays = None
         return np.where(worth, length, 0).astype(np.int32)
 
     def _likely_rates(self, rows: np.ndarray) -> np.ndarray:  # f64[n]

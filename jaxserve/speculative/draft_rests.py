@@ -24,6 +24,7 @@ class _Record:
     """Of the steps of one shape."""
 
     unpaid: float = 0.0  # for which drafts did not pay, since they last did; new owners take some of them back
+    blind: int = 0  # in a row, that had drafts of which nobody could say whether they pay
     rested: int = 0  # since the rest began; 0: there is none
     others: float = 0.0  # new owners since then, as a share of the rows
     num_rests: int = 0  # since drafts paid
@@ -47,7 +48,6 @@ class DraftRests:
         self._records: dict[Shape, _Record] = {}
         self._num_steps = 0
         self._num_rows = 0  # of decodes, in the last step
-        self._num_blind = 0  # steps in a row that had drafts of which nobody could say whether they pay
         self._trial = 0  # steps of a trial without drafts that are left
 
     def meet(self, num_rows: int) -> None:
@@ -63,8 +63,8 @@ class DraftRests:
         what the step took."""
         self._num_steps += 1
         self._num_rows = num_rows
-        self._num_blind = 0 if pays is not None else self._num_blind + self.proposes  # of the step before
         record = self._records.setdefault(shape, _Record())
+        record.blind = 0 if pays is not None else record.blind + self.proposes  # of the step before
         if pays:
             record.unpaid, record.rested, record.num_rests = 0.0, 0, 0
         elif record.rested and record.others >= OTHERS and self._num_steps >= record.next_try:
@@ -76,7 +76,7 @@ class DraftRests:
             self._give_up(record, num_rows)
         probe_every = PROBE_EVERY << min(max(0, record.num_rests - 1), MOST_HALVINGS)
         probes = record.rested >= probe_every and record.rested % probe_every < PROBE_STEPS
-        blind = self._num_blind > BLIND_STEPS and not timed
+        blind = record.blind > BLIND_STEPS and not timed
         tries_without = timed and self._tries_without(shape, record, bool(pays))
         self.proposes = not (blind or tries_without) and (not record.rested or probes)
         self.follows = self.proposes or record.num_rests <= RESTS_THAT_FOLLOW

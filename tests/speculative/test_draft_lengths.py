@@ -419,7 +419,7 @@ def steps_until_made(machine: Machine, num_steps: int) -> int:
     return made.index("+" * 20)
 
 
-@pytest.mark.parametrize("period", [3, 10, 40])
+@pytest.mark.parametrize("period", [3, 10, 150])
 def test_steps_beside_prompts_of_unknown_times_are_no_reason_to_give_up(period):
     """Long prompts come one after the other; what steps take is not known before they are done."""
     machine = Machine([0.8], 0.02, drafting=0.1, by_model=True)
@@ -427,7 +427,17 @@ def test_steps_beside_prompts_of_unknown_times_are_no_reason_to_give_up(period):
     for n in range(1, 9):
         machine.rows, machine.rates, machine.generation = np.arange(n), np.full(n, 0.8), np.zeros(n, np.int64)
         machine.run(period)
-    assert machine.proposed.count(True) <= 100, "nor do heads draft in vain for ever"
+    assert machine.proposed.count(True) <= 300, "nor do heads draft in vain for ever"
+    machine.alone = True
+    assert steps_until_made(machine, 100) < 20
+
+
+def test_prompts_that_come_before_drafts_were_timed_are_no_reason_to_give_up():
+    machine = Machine([0.8] * 8, 0.02, drafting=0.1, by_model=True)
+    machine.run(5)
+    assert not any(k > 2 for k in machine.lengths_seen), "longer drafts are not timed yet"
+    machine.alone = False
+    machine.run(30)
     machine.alone = True
     assert steps_until_made(machine, 100) < 20
 
