@@ -143,38 +143,37 @@ class DraftLengths:
         worth = rates >= (LEAST_RATE_MADE if self._by_model else LEAST_RATE)
         if self.on_host:
             worth &= self._num_known(rows) > 0
-        num_worth, best, length, likely, unknown, explores = int(worth.sum()), LEAST_GAIN, 0, 0.0, False, explore
+        num_worth, best, length, likely = int(worth.sum()), LEAST_GAIN, 0, 0.0
         alone = self.shape(n, n, 1)
         at_rest, plain = self.rests.times.get(alone), self.times.get(alone)
         self._tries = explore and (plain is None or self.times.is_due(alone))
         self._pays = None if plain is None or self._tries else False
         if plain is None or self._tries or not num_worth:
             return np.zeros(n, np.int32)
-        p = np.minimum(rates[worth], 0.999)
+        p, might, may_try = np.minimum(rates[worth], 0.999), False, explore
         for k in self.lengths:
             num_tokens = n + num_worth * k
             if num_tokens > self.max_tokens:
                 break
             shape = self.shape(num_tokens, n, 1 + k)
-            seconds, hope, may_try = self.times.get(shape), 1.0, explore
-            is_known, tries = seconds is not None, False
-            if seconds is None:
-                seconds, explore, tries = max(plain, self.times.least(shape)), False, True
-            elif explore and self.times.is_due(shape):
-                hope, tries = HOPE, True
+            known = self.times.get(shape)
+            seconds = max(plain, self.times.least(shape)) if known is None else known
+            tries = may_try and (known is None or self.times.is_due(shape))
+            hope = 1.0 if known is None or not tries else HOPE
+            may_try &= known is not None  # one that was not timed at a time
             tokens, speed = np.ones(n), plain / (hope * seconds)
             tokens[worth] = (1 - p ** (k + 1)) / (1 - p)
             gain = speed * float(tokens.mean() if queued else 1 / (1 / tokens).mean())
             fair = queued or gain * speed * float(tokens.min()) >= 1
-            if not is_known and not may_try:
-                unknown |= fair and gain > best
+            if known is None and not tries:
+                might |= fair and gain > best
                 continue
             if fair:
                 likely = max(likely, hope * gain)
-            if gain > best and fair:
+            if fair and gain > best:
                 best, length, self._tries = gain, k, tries
         self._pays = length > 0 and likely * (1.0 if at_rest is None else at_rest / plain) > LEAST_GAIN
-        if not length and unknown and not explores:
+        if might and not length and not explore:
             self._pays = None
         return np.where(worth, length, 0).astype(np.int32)
 
