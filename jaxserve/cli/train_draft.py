@@ -78,7 +78,7 @@ def collect() -> list[Any]:
     texts = texts[: _NUM_PROMPTS.value]
     if _INIT.value is not None:  # before anything is computed: it is read when it is trained
         find_head(_INIT.value, _METHOD.value, find_model(_MODEL.value).config)
-    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=64)
+    llm = LLM(_MODEL.value, dtype=_DTYPE.value, max_model_len=_LENGTH.value + _MAX_TOKENS.value, max_num_seqs=128)
     if _OWN_PROMPTS.value:
         texts = list(dict.fromkeys([*texts, *make_up_prompts(llm)]))
         random.Random(_SEED.value).shuffle(texts)  # the last ones, kept for the measure, are of all kinds

@@ -61,6 +61,13 @@ def make_batch(answers: Sequence[Answer], length: int) -> Batch:
     return Batch(tokens, np.array(begins, np.int32), np.array(ends, np.int32))
 
 
+def padded_lengths(answers: Sequence[Answer], length: int) -> list[int]:
+    """What batches are padded to: to each as many of these answers, all of at most `length` tokens; multiples of 8, or `length`."""
+    shares = np.arange(1, LENGTHS + 1) / LENGTHS
+    found = np.quantile([answer.length for answer in answers], shares, method="higher")
+    return sorted({min(int(-(-n // 8) * 8), length) for n in found})
+
+
 class AnswerStates:
     """Batches of answers with the target's states of them.
 
@@ -86,7 +93,7 @@ class AnswerStates:
         most_bytes: int,
     ):
         self._answers, self._batch_size = answers, batch_size
-        self._lengths = sorted({-(-length * i // LENGTHS) for i in range(1, LENGTHS + 1)})
+        self._lengths = padded_lengths(answers, length)
         self._starts = np.cumsum([0, *(answer.length for answer in answers)])
         self._path = Path(path)
         self._leaves = named_leaves(target)

@@ -17,7 +17,7 @@ from jaxserve.training.answer_states import Answer
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
-ROUND = 128  # prompts that are answered before the file is written on
+ROUND = 512  # prompts that are answered before the file is written on
 
 
 def read_answers(path: str | Path) -> list[Answer]:

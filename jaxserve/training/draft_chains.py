@@ -6,9 +6,10 @@ of weights and states; knows nothing of data, optimizers or files.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxserve.models import Decoder, ModelConfig, named_leaves, with_leaves
 from jaxserve.models.eagle import EagleConfig, EagleHead
-from jaxserve.models.layers import causal_attention
+from jaxserve.models.layers import Fused, causal_attention
 from jaxserve.models.medusa import MedusaConfig, MedusaHeads
 
 INIT_STD = 0.02
@@ -162,13 +163,18 @@ class States:
 def hidden_states(target: Decoder, head: Head, tokens: jax.Array) -> jax.Array:  # i32[B, S] -> [B, S, W]
     """Of each token what the head reads of the target, and behind that, if it is not the same, what the target's own head reads. W
     is D for Medusa heads and 4D for EAGLE-3. One forward of the target, no gradient."""
-    x, rope, inputs = target.embed(tokens), target.rope(jnp.arange(tokens.shape[1])), []
+    B, S = tokens.shape  # all rows are computed as one matrix, [B * S, D]
+    x, rope, inputs = target.embed(tokens.reshape(-1)), target.rope(jnp.tile(jnp.arange(S), B)), []
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> tuple[jax.Array, None]:
+        q, k, v = (x.reshape(B, S, *x.shape[1:]) for x in (q, k, v))
+        return causal_attention(q, k, v, sliding_window=window).reshape(B * S, *q.shape[2:]), None
+
     for layer in target.layers:
         inputs.append(x)
-        window = layer.sliding_window
-        x, _ = layer(x, rope, lambda q, k, v, window=window: (causal_attention(q, k, v, sliding_window=window), None))
+        x, _ = layer(x, rope, functools.partial(attend, window=layer.sliding_window))
     read = [inputs[i] for i in head.config.hidden_layers] if isinstance(head, EagleHead) else []
-    return jax.lax.stop_gradient(jnp.concatenate([*read, target.final_norm(x)], -1))
+    return jax.lax.stop_gradient(jnp.concatenate([*read, target.final_norm(x)], -1).reshape(B, S, -1))
 
 
 def states_of(target: Decoder, head: Head, tokens: jax.Array, hidden: jax.Array) -> States:  # i32[B, S], [B, S, W]
@@ -187,30 +193,49 @@ def target_states(target: Decoder, head: Head, tokens: jax.Array) -> States:  # 
     return states_of(target, head, tokens, hidden_states(target, head, tokens))
 
 
-def chain_logits(head: Head, states: States, num_drafts: int) -> list[jax.Array]:  # num_drafts of f32[B, S, tokens it knows]
+class DraftLogits(NamedTuple):
+    """Of one draft of all chains: logits[:, i] are of the chain that began so many places before i."""
+
+    logits: jax.Array  # f32[B, S, tokens that the head knows]
+    places_ago: int
+
+
+def chain_logits(
+    head: Head, states: States, num_drafts: int, fused: Fused | None = None
+) -> list[jax.Array]:  # num_drafts of f32[B, S, tokens it knows]
     """Of each token the logits of a chain's first draft behind the token that follows it, of the second one, and so on, each given
-    that those before it are the sequence's own tokens. What would stand behind the end is of no use."""
-    if isinstance(head, MedusaHeads):
-        return [head.logits(k, states.read) for k in range(num_drafts)]
-    each = jax.vmap(lambda embedded, read: _eagle_logits(head, embedded, read, num_drafts))
-    return each(states.embedded, states.read)
+    that those before it are the sequence's own tokens. What would stand behind the end is of no use. fused: what computes the
+    matmuls; None: as each linear does."""
+    return [jnp.roll(logits, -ago, 1) for logits, ago in _draft_logits(head, states, num_drafts, fused)]
 
 
-def _eagle_logits(head: EagleHead, embedded: jax.Array, read: jax.Array, num_drafts: int) -> list[jax.Array]:  # [S, D], [S, 3D]
-    """EAGLE-3's training-time test (2503.01840, section 3.2): the head runs over the sequence once for each draft of a chain, and
-    each time reads its own outputs of the time before, where the first time it reads the target's."""
-    rope, feature = head.rope(jnp.arange(len(read))), head.feature(read)
-    following, keys, values, logits = jnp.roll(embedded, -1, 0), [], [], []
+def _draft_logits(head: Head, states: States, num_drafts: int, fused: Fused | None) -> list[DraftLogits]:
+    if isinstance(head, EagleHead):
+        return _eagle_logits(head, states, num_drafts, fused)
+    rows = states.read.reshape(-1, states.read.shape[-1])
+    return [DraftLogits(head.logits(k, rows, fused).reshape(*states.read.shape[:2], -1), 0) for k in range(num_drafts)]
+
+
+def _eagle_logits(head: EagleHead, states: States, num_drafts: int, fused: Fused | None) -> list[DraftLogits]:
+    """EAGLE-3's training-time test (2503.01840, section 3.2): the head runs over the sequences once for each draft of a chain, and
+    each time reads its own outputs of the time before, where the first time it reads the target's. All rows are computed as one
+    matrix, [B * S, D]."""
+    B, S = states.read.shape[:2]
+    rows = lambda x: x.reshape(B * S, *x.shape[2:])  # noqa: E731
+    rolled = lambda x, by: rows(jnp.roll(x.reshape(B, S, *x.shape[1:]), by, 1))  # noqa: E731
+    rope, feature = head.rope(jnp.tile(jnp.arange(S), B)), head.feature(rows(states.read), fused)
+    following, keys, values, logits = rolled(rows(states.embedded), -1), [], [], []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        q, k, v = (x.reshape(B, S, *x.shape[1:]) for x in (q, k, v))
         keys.append(k)
         values.append(v)
-        return _attend_chains(q, keys, values), None
+        return rows(jax.vmap(_attend_chains)(q, keys, values)), None
 
     for j in range(num_drafts):
-        x, _ = head(following, feature, rope, attend)
-        logits.append(jnp.roll(head.draft_logits(x), -j, 0))  # at the token behind which the chain began
-        feature = jnp.roll(x, 1, 0)
+        x, _ = head(following, feature, rope, attend, fused)
+        logits.append(DraftLogits(head.draft_logits(x, fused).reshape(B, S, -1), j))
+        feature = rolled(x, 1)
     return logits
 
 
@@ -233,7 +258,13 @@ def _attend_chains(q: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax
 
 
 def loss(
-    head: Head, states: States, tokens: jax.Array, begins: jax.Array, ends: jax.Array, num_drafts: int
+    head: Head,
+    states: States,
+    tokens: jax.Array,
+    begins: jax.Array,
+    ends: jax.Array,
+    num_drafts: int,
+    fused: Fused | None = None,
 ) -> jax.Array:  # i32[B, S], i32[B], i32[B] -> f32[]
     """Cross entropy of each draft against the target's distribution over the tokens that the head knows, in a mean over answers'
     tokens that it knows. begins, ends: where each sequence's answer begins, and where it ends."""
@@ -241,10 +272,11 @@ def loss(
     wanted = jax.nn.softmax(states.logits, -1)
     known = jnp.ones(tokens.shape, bool) if ids is None else jnp.isin(tokens, ids)
     total = jnp.float32(0)
-    for j, logits in enumerate(chain_logits(head, states, num_drafts)):
-        at = place + 2 + j  # of the token that this draft is to say
-        counts = (at >= begins[:, None]) & (at < ends[:, None]) & jnp.roll(known, -2 - j, 1)
-        each = -(jnp.roll(wanted, -1 - j, 1) * jax.nn.log_softmax(logits, -1)).sum(-1)
+    for j, (logits, ago) in enumerate(_draft_logits(head, states, num_drafts, fused)):
+        ahead = 2 + j - ago  # places from here to the token that this draft is to say
+        at = place + ahead
+        counts = (place >= ago) & (at >= begins[:, None]) & (at < ends[:, None]) & jnp.roll(known, -ahead, 1)
+        each = jax.nn.logsumexp(logits, -1) - (jnp.roll(wanted, 1 - ahead, 1) * logits).sum(-1)
         total += STEP_DECAY**j * jnp.where(counts, each, 0).sum() / jnp.maximum(counts.sum(), 1)
     return total
 

@@ -6,7 +6,9 @@ is worth. A step depends on the seed, its number and the state before it alone, 
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +29,7 @@ from jaxserve.simulation.draft_trees import chain
 from jaxserve.training import draft_chains
 from jaxserve.training.answer_states import Answer, AnswerStates, Batch, make_batch, shuffled_batches, usable
 from jaxserve.training.draft_chains import Head
+from jaxserve.training.mixed_precision import MIXED
 
 METHODS = ("eagle3", "medusa")
 MAX_NORM = 1.0  # of the gradient
@@ -206,6 +209,13 @@ class DraftTrainer:
         rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, max(1, int(WARM_UP * c.steps)), c.steps + 1)
         return optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(rate, b2=0.95, weight_decay=0.0))
 
+    @functools.cached_property
+    def _num_shared(self) -> int:
+        """Tokens that all prompts begin with, the system's. What comes after them is learnt: prompts too, of which the target's
+        distributions teach as much (1.65 tokens a step after 400 steps for SmolLM2-135M, where answers alone gave 1.62)."""
+        prompts = [answer.prompt for answer in self.answers]
+        return len(os.path.commonprefix([min(prompts), max(prompts)]))
+
     def head(self) -> Any:
         """The head with its weights of now."""
         return with_leaves(self._abstract, {**self.weights, **self._fixed})
@@ -219,7 +229,8 @@ class DraftTrainer:
         states = draft_chains.states_of(with_leaves(self.target, target), head(weights), batch.tokens, hidden)
 
         def loss(weights: Any) -> jax.Array:
-            return draft_chains.loss(head(weights), states, *batch, self.config.num_drafts)
+            begins = jnp.minimum(batch.begins, self._num_shared)
+            return draft_chains.loss(head(weights), states, batch.tokens, begins, batch.ends, self.config.num_drafts, MIXED)
 
         value, gradient = jax.value_and_grad(loss)(weights)
         updates, moments = self._optimizer.update(gradient, moments, weights)

@@ -21,7 +21,7 @@ from jaxserve.training.answers import write_lines
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
-ROUND = 128  # samples that are drawn before the file is written on
+ROUND = 256  # samples that are drawn before the file is written on
 TEMPERATURE = 0.8
 LEAST_KEPT = 0.05  # of the samples that were drawn; a model that makes fewer prompts knows no users' turns, or no more of them
 FIRST_ROUNDS = 4  # before that is asked

@@ -173,10 +173,10 @@ def test_answers_name_their_weights(guarded, shared_llm, folder, tmp_path, monke
 
 
 def asked_otherwise(client: httpx.Client, **headers: str) -> list[dict[str, Any]]:
-    """A message and a response, each whole and as the last events of a stream."""
+    """A message and a response, each whole and as the last events of a stream; greedy, so that none ends before its two tokens."""
     chats = {
-        "/v1/messages": {"model": "alphabet", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
-        "/v1/responses": {"input": "a", "max_output_tokens": 2, "store": False},
+        "/v1/messages": {"model": "alphabet", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0},
+        "/v1/responses": {"input": "a", "max_output_tokens": 2, "store": False, "temperature": 0},
     }
     found = []
     for path, body in chats.items():

@@ -324,7 +324,7 @@ def test_streams_and_background_responses_count(keyed, shared_llm, monkeypatch):
             assert "1 requests under way, of its max_concurrent_requests=1" in refusal(asked(server, "1"), 429)["message"]
             ok(asked(server, "2"))
         server.wait_idle()
-        background = {"input": "a", "max_output_tokens": 200, "background": True}
+        background = {"input": "a", "max_output_tokens": 200, "background": True, "ignore_eos": True}
         made = ok(until_taken(lambda: server.client.post("/v1/responses", json=background, headers=bearer("1"))))
         refusal(asked(server, "1"), 429)
         ok(server.client.get(f"/v1/responses/{made['id']}", headers=bearer("1")))  # what it made is not out of reach

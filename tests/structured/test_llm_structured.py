@@ -137,7 +137,7 @@ def test_min_tokens_hold_back_an_end_but_not_the_last(llm):
 
 
 def test_refusals(llm):
-    params = [SamplingParams(max_tokens=3), SamplingParams(structured_outputs={"regex": "(?=a)"})]
+    params = [SamplingParams(temperature=0, max_tokens=3), SamplingParams(structured_outputs={"regex": "(?=a)"})]
     with pytest.raises(ValueError, match="(?s)prompt 1: structured_outputs: regex: .*look-around"):
         generate(llm, ["a", "b"], params)
     fine, refused = llm.generate(["a", "b"], params, use_tqdm=False, on_error="return")

@@ -150,15 +150,15 @@ class FakeLLM(LLM):
 
 
 def test_answers_are_kept_as_they_come(tmp_path):
-    path, prompts = tmp_path / "head" / "answers.jsonl", [[i, i + 1] for i in range(300)]
+    path, prompts = tmp_path / "head" / "answers.jsonl", [[i, i + 1] for i in range(1200)]
     with pytest.raises(Killed):
         collect_answers(FakeLLM(1), prompts, path, 5)
     with path.open("a") as file:
         file.write('{"prompt": [6')  # the kill came while it wrote
-    assert len(read_answers(path)) == 128
+    assert len(read_answers(path)) == 512
     done: list[int] = []
     found = collect_answers(FakeLLM(2), prompts, path, 5, done.append)
-    assert done == [256, 300] and found == read_answers(path) == [Answer(prompt, prompt[::-1]) for prompt in prompts]
+    assert done == [1024, 1200] and found == read_answers(path) == [Answer(prompt, prompt[::-1]) for prompt in prompts]
     assert json.loads(path.read_text().splitlines()[3]) == {"prompt": [3, 4], "output": [4, 3]}
     with pytest.raises(ValueError, match="has answers to other prompts, line 1 is the first: give a new folder"):
         collect_answers(FakeLLM(0), [[9]], path, 5)

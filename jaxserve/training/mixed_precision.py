@@ -1,0 +1,64 @@
+"""Matmuls of a model that is trained: products of bfloat16 summed in float32, of weights and rows that stay float32.
+
+Source: Micikevicius et al., 1710.03740, with bfloat16, which needs no scaling of the loss. Owns the product's gradient, and what
+stands around products as `kernels.fused_matmul` has it. Everything else of a model stays float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jaxserve.models.layers import Fused
+from kernels.fused_matmul.xla import silu_gated
+from kernels.rotary_write.xla import rms_normalize
+
+
+@jax.custom_vjp
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:  # f32[T, in], f32[in, out] -> f32[T, out]
+    """x @ weight of both rounded to bfloat16."""
+    return _forward(x, weight)[0]
+
+
+def _forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+    return _dot(x, weight, 0), (x, weight)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x is transposed in memory: XLA:CPU multiplies a left operand whose rows lie so twice as fast."""
+    (x, weight), g = kept, g.astype(jnp.bfloat16)
+    return _dot(g, weight, 1), _dot(with_layout_constraint(x.T, Layout(major_to_minor=(0, 1))), g, 0)
+
+
+def _dot(a: jax.Array, b: jax.Array, b_axis: int) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((1,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+product.defvjp(_forward, _backward)
+
+
+def _matmul(
+    x: jax.Array,  # [T, in]
+    kernel: jax.Array,  # f32[in, out]
+    *,
+    scale: jax.Array | None = None,
+    eps: float = 0.0,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    gated: bool = False,
+    dtype: Any = None,
+) -> jax.Array:  # f32[T, out], or f32[T, out / 2] where gated
+    """As `kernels.fused_matmul`, whose results are float32."""
+    assert kernel.dtype == jnp.float32 and dtype in (None, jnp.float32)
+    x = x.astype(jnp.float32)
+    y = product(x if scale is None else rms_normalize(x, eps) * scale, kernel)
+    y = y if bias is None else y + bias
+    y = y if residual is None else y + residual
+    return silu_gated(y) if gated else y
+
+
+MIXED = Fused(_matmul, residuals=True, any_layout=True)
