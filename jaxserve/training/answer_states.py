@@ -62,7 +62,8 @@ def make_batch(answers: Sequence[Answer], length: int) -> Batch:
 
 
 def padded_lengths(answers: Sequence[Answer], length: int) -> list[int]:
-    """What batches are padded to: to each as many of these answers, all of at most `length` tokens; multiples of 8, or `length`."""
+    """What batches are padded to: the quartiles of these answers' lengths, all of at most `length` tokens, as the next multiples of
+    8, or `length`."""
     shares = np.arange(1, LENGTHS + 1) / LENGTHS
     found = np.quantile([answer.length for answer in answers], shares, method="higher")
     return sorted({min(int(-(-n // 8) * 8), length) for n in found})

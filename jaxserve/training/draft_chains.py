@@ -200,13 +200,10 @@ class DraftLogits(NamedTuple):
     places_ago: int
 
 
-def chain_logits(
-    head: Head, states: States, num_drafts: int, fused: Fused | None = None
-) -> list[jax.Array]:  # num_drafts of f32[B, S, tokens it knows]
+def chain_logits(head: Head, states: States, num_drafts: int) -> list[jax.Array]:  # num_drafts of f32[B, S, tokens it knows]
     """Of each token the logits of a chain's first draft behind the token that follows it, of the second one, and so on, each given
-    that those before it are the sequence's own tokens. What would stand behind the end is of no use. fused: what computes the
-    matmuls; None: as each linear does."""
-    return [jnp.roll(logits, -ago, 1) for logits, ago in _draft_logits(head, states, num_drafts, fused)]
+    that those before it are the sequence's own tokens. What would stand behind the end is of no use."""
+    return [jnp.roll(logits, -ago, 1) for logits, ago in _draft_logits(head, states, num_drafts, None)]
 
 
 def _draft_logits(head: Head, states: States, num_drafts: int, fused: Fused | None) -> list[DraftLogits]:
@@ -222,9 +219,8 @@ def _eagle_logits(head: EagleHead, states: States, num_drafts: int, fused: Fused
     matrix, [B * S, D]."""
     B, S = states.read.shape[:2]
     rows = lambda x: x.reshape(B * S, *x.shape[2:])  # noqa: E731
-    rolled = lambda x, by: rows(jnp.roll(x.reshape(B, S, *x.shape[1:]), by, 1))  # noqa: E731
     rope, feature = head.rope(jnp.tile(jnp.arange(S), B)), head.feature(rows(states.read), fused)
-    following, keys, values, logits = rolled(rows(states.embedded), -1), [], [], []
+    following, keys, values, logits = rows(jnp.roll(states.embedded, -1, 1)), [], [], []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         q, k, v = (x.reshape(B, S, *x.shape[1:]) for x in (q, k, v))
@@ -235,7 +231,7 @@ def _eagle_logits(head: EagleHead, states: States, num_drafts: int, fused: Fused
     for j in range(num_drafts):
         x, _ = head(following, feature, rope, attend, fused)
         logits.append(DraftLogits(head.draft_logits(x, fused).reshape(B, S, -1), j))
-        feature = rolled(x, 1)
+        feature = rows(jnp.roll(x.reshape(B, S, -1), 1, 1))
     return logits
 
 
@@ -266,8 +262,9 @@ def loss(
     num_drafts: int,
     fused: Fused | None = None,
 ) -> jax.Array:  # i32[B, S], i32[B], i32[B] -> f32[]
-    """Cross entropy of each draft against the target's distribution over the tokens that the head knows, in a mean over answers'
-    tokens that it knows. begins, ends: where each sequence's answer begins, and where it ends."""
+    """Cross entropy of each draft against the target's distribution over the tokens that the head knows, in a mean over those
+    tokens of begins to ends that it knows. begins, ends: of what is learnt of each sequence. fused: what computes the matmuls;
+    None: as each linear does."""
     place, ids = jnp.arange(tokens.shape[1]), known_ids(head)
     wanted = jax.nn.softmax(states.logits, -1)
     known = jnp.ones(tokens.shape, bool) if ids is None else jnp.isin(tokens, ids)

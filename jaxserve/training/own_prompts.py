@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROUND = 256  # samples that are drawn before the file is written on
 TEMPERATURE = 0.8
 LEAST_KEPT = 0.05  # of the samples that were drawn; a model that makes fewer prompts knows no users' turns, or no more of them
-FIRST_ROUNDS = 4  # before that is asked
+FIRST_ROUNDS = 2  # before that is asked
 _TWO_CONTENTS = ("A", "7")  # what a template puts around both is what it puts around any
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.models import named_leaves, with_leaves
 from jaxserve.models.loading import load_model
 from jaxserve.training import draft_chains
-from jaxserve.training.answer_states import Answer, AnswerStates, shuffled_batches, usable
+from jaxserve.training.answer_states import Answer, AnswerStates, padded_lengths, shuffled_batches, usable
 from tests import alphabet_model
 
 
@@ -33,6 +33,13 @@ def test_answers_are_cut_and_those_too_short_left_out():
     assert usable(some, 6) == [Answer([1] * 3, [2] * 3), Answer([1] * 4, [2, 3])]
 
 
+def test_batches_are_padded_to_what_answers_have():
+    some = [Answer([1] * 3, [2] * n) for n in (1, 2, 10, 11, 22, 24, 26, 31)]
+    assert padded_lengths(some, 40) == [16, 32, 40]
+    assert padded_lengths(some, 34) == [16, 32, 34], "no longer than the longest may be"
+    assert padded_lengths(some[-1:] * 9, 40) == [40], "a program for each"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_of_the_file_are_those_of_each_answer_alone(dtype, tmp_path, tmp_path_factory):
     model = alphabet_model.save(tmp_path_factory.mktemp("alphabet"))
@@ -45,7 +52,7 @@ def test_states_of_the_file_are_those_of_each_answer_alone(dtype, tmp_path, tmp_
     tolerance = 1e-5 if dtype == "float32" else 0.05
     for chosen in ([0, 1, 2, 3], [7, 4, 10, 9]):
         batch, hidden = AnswerStates(target, head, some, **given).batch(chosen)  # another run, that finds the file
-        assert hidden.dtype == jnp.dtype(dtype) and batch.tokens.shape[1] in (4, 8, 12, 16)
+        assert hidden.dtype == jnp.dtype(dtype) and batch.tokens.shape[1] in (8, 16)
         for row, found, end, i in zip(batch.tokens, hidden, batch.ends, chosen, strict=True):
             tokens = some[i].prompt + some[i].output
             assert row[:end].tolist() == tokens

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.models.loading import load_model
 from jaxserve.training import draft_chains
 from jaxserve.training.draft_chains import States, chain_logits, chain_ranks, loss, target_states
 from tests.goldens.golden import ATOL, HERE
@@ -69,6 +70,47 @@ def test_the_loss_and_ranks_are_counted_over_answers_alone():
     ranks, chains = chain_ranks(heads, states, *batch, K)
     assert {(b, t): ranks[b, t].tolist() for b, t in np.argwhere(chains).tolist()} == expected
     assert 0 < sum(found[0] == 0 for found in expected.values()) < len(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", [(0, 1), (2, 6)])
+def test_the_loss_of_a_head_that_knows_a_part_of_the_vocabulary(begins):
+    """Against loops as above: every draft counts whose token is learnt and known, and whose chain begins in the sequence."""
+    head, ends, rng = test_eagle.load("eagle3"), (12, 9), np.random.default_rng(2)
+    tokens, ids = rng.integers(0, target().config.vocab_size, (2, 12)), np.asarray(draft_chains.known_ids(head))
+    tokens = np.where(rng.random((2, 12)) < 0.6, ids[rng.integers(0, len(ids), (2, 12))], tokens)
+    states = target_states(target(), head, jnp.asarray(tokens))
+    logits = [np.asarray(x, np.float64) for x in chain_logits(head, states, 3)]
+    wanted, total = np.asarray(states.logits, np.float64), 0.0
+    for j in range(3):
+        each = [
+            -(np.exp(log_softmax(wanted[b, chain + 1 + j])) * log_softmax(logits[j][b, chain])).sum()
+            for b in range(2)
+            for chain in range(12)
+            if begins[b] <= chain + 2 + j < ends[b] and tokens[b, chain + 2 + j] in ids
+        ]
+        assert 4 < len(each) < sum(ends) - sum(begins)
+        total += 0.8**j * np.mean(each)
+    ours = loss(head, states, jnp.asarray(tokens), jnp.asarray(begins), jnp.asarray(ends), 3)
+    np.testing.assert_allclose(ours, total, rtol=1e-5)
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_windows", "qwen3_moe"])
+def test_sequences_of_a_batch_know_nothing_of_each_other(name):
+    model = load_model(HERE / name, skip_tokenizer_init=True).module
+    tokens = np.random.default_rng(3).integers(0, model.config.vocab_size, (3, 20))
+    head = draft_chains.new_eagle3(model, np.arange(30), 0, tokens[0].tolist())
+    chains = lambda tokens: np.stack(chain_logits(head, target_states(model, head, jnp.asarray(tokens)), 3))  # noqa: E731
+    together = chains(tokens)
+    for b in range(3):
+        alone, reachable = chains(tokens[b : b + 1])[:, 0], 20 - 3
+        np.testing.assert_allclose(together[:, b, :reachable], alone[:, :reachable], atol=1e-4, rtol=0)
+    assert np.abs(together[:, 0] - together[:, 1]).max() > 0.1
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve import LLM, BucketPlan, SamplingParams
 from jaxserve.models.loading import load_model
-from jaxserve.training.answer_states import Answer
+from jaxserve.training import draft_chains
+from jaxserve.training.answer_states import Answer, make_batch
 from jaxserve.training.answers import collect_answers, read_answers
 from jaxserve.training.draft_trainer import DraftTrainer, TrainingConfig, frequent_tokens
 from tests import alphabet_model
@@ -109,6 +111,20 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(target, tmp_path):
     assert DraftTrainer(target, answers(20), config, tmp_path / "killed").step == 12
     with pytest.raises(ValueError, match=r"has checkpoints of another run \(seed=0 there, 1 now\): give a new folder"):
         DraftTrainer(target, answers(20), replace(config, seed=1), tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_prompts_teach_but_for_what_all_begin_with(target, tmp_path):
+    """A step's loss is that of all tokens behind the four that the prompts share, which the head knows."""
+    known = [Answer([*range(4), *prompt], output) for prompt, output in answers(8)]
+    config, losses = replace(CONFIG, steps=1, length=20), []
+    trainer = DraftTrainer(target, known, config, tmp_path / "checkpoints")
+    head, batch = trainer.head(), make_batch(known, 20)
+    states = draft_chains.target_states(target, head, jnp.asarray(batch.tokens))
+    of = lambda begin: float(draft_chains.loss(head, states, batch.tokens, np.full(8, begin), batch.ends, 3))  # noqa: E731
+    expected, others = of(4), [of(2), of(3), of(5), of(7)]
+    trainer.train(lambda step, loss: losses.append(loss))
+    assert abs(losses[0] - expected) < 0.1 * min(abs(other - expected) for other in others)
 
 
 def test_the_tokens_that_a_head_knows_are_the_most_frequent():

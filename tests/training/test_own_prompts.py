@@ -74,7 +74,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_prompts(tmp_path):
 
 @pytest.mark.parametrize("options", [{"kinds": 3}, {"cut": 1}])
 def test_a_model_that_makes_no_prompts_is_told_from_one_that_does(options, tmp_path):
-    message = f"of {4 * ROUND} samples of a user's turn [0-3] are different prompts of at most 9 tokens, and 200 are asked for"
+    message = f"of {2 * ROUND} samples of a user's turn [0-3] are different prompts of at most 9 tokens, and 200 are asked for"
     with pytest.raises(ValueError, match=message):
         collect(FakeLLM(**options), 200, tmp_path / "none")
 
