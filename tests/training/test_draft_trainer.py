@@ -111,6 +111,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(target, tmp_path):
     assert DraftTrainer(target, answers(20), config, tmp_path / "killed").step == 12
     with pytest.raises(ValueError, match=r"has checkpoints of another run \(seed=0 there, 1 now\): give a new folder"):
         DraftTrainer(target, answers(20), replace(config, seed=1), tmp_path / "killed")
+    for progress in (tmp_path / "killed").glob("*/progress.json"):
+        progress.write_text(json.dumps({k: v for k, v in json.loads(progress.read_text()).items() if k != "recipe"}))
+    with pytest.raises(ValueError, match=r"another run \(recipe=1 there, 2 now\)"):
+        DraftTrainer(target, answers(20), config, tmp_path / "killed")
 
 
 @pytest.mark.slow
