@@ -125,7 +125,7 @@ def test_prompts_teach_but_for_what_all_begin_with(target, tmp_path):
     trainer = DraftTrainer(target, known, config, tmp_path / "checkpoints")
     head, batch = trainer.head(), make_batch(known, 20)
     states = draft_chains.target_states(target, head, jnp.asarray(batch.tokens))
-    of = lambda begin: float(draft_chains.loss(head, states, batch.tokens, np.full(8, begin), batch.ends, 3))  # noqa: E731
+    of = lambda begin: float(draft_chains.loss(head, states, batch.tokens, jnp.full(8, begin), batch.ends, 3))  # noqa: E731
     expected, others = of(4), [of(2), of(3), of(5), of(7)]
     trainer.train(lambda step, loss: losses.append(loss))
     assert abs(losses[0] - expected) < 0.1 * min(abs(other - expected) for other in others)
