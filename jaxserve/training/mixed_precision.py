@@ -17,9 +17,13 @@ from kernels.fused_matmul.xla import silu_gated
 from kernels.rotary_write.xla import rms_normalize
 
 
-@jax.custom_vjp
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:  # f32[T, in], f32[in, out] -> f32[T, out]
     """x @ weight of both rounded to bfloat16."""
+    return _product(x, weight)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return _forward(x, weight)[0]
 
 
@@ -40,7 +44,7 @@ def _dot(a: jax.Array, b: jax.Array, b_axis: int) -> jax.Array:
     return jax.lax.dot_general(a, b, (((1,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _matmul(
