@@ -1,7 +1,7 @@
 """Matmuls of a model that is trained: products of bfloat16 summed in float32, of weights and rows that stay float32.
 
-Source: Micikevicius et al., 1710.03740, with bfloat16, which needs no scaling of the loss. Owns the product's gradient, and what
-stands around products as `kernels.fused_matmul` has it. Everything else of a model stays float32.
+Source: Micikevicius et al., 1710.03740, with bfloat16, which needs no scaling of the loss. Owns the product and its gradient; what
+stands around it is that of `kernels.fused_matmul`. Everything else of a model stays float32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxserve.models.layers import Fused
-from kernels.fused_matmul.xla import silu_gated
-from kernels.rotary_write.xla import rms_normalize
+from kernels.fused_matmul.xla import around
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:  # f32[T, in], f32[in, out] -> f32[T, out]
@@ -60,11 +59,7 @@ def _matmul(
 ) -> jax.Array:  # f32[T, out], or f32[T, out / 2] where gated
     """As `kernels.fused_matmul`, of a `Linear`'s matrix; results are float32."""
     assert kernel.dtype == jnp.float32 and dtype in (None, jnp.float32)
-    x = x.astype(jnp.float32)
-    y = product(x if scale is None else rms_normalize(x, eps) * scale, kernel)
-    y = y if bias is None else y + bias
-    y = y if residual is None else y + residual
-    return silu_gated(y) if gated else y
+    return around(lambda x: product(x, kernel), x.astype(jnp.float32), scale, bias, residual, eps=eps, gated=gated)
 
 
 MIXED = Fused(_matmul, residuals=True, any_layout=True)

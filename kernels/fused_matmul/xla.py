@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,8 +29,24 @@ def matmul(
     dtype: Any = None,
 ) -> jax.Array:  # [T, F], or [T, F / 2]
     """See api.fused_matmul."""
+    axes = (((1,), (1 if transposed else 0,)), ((), ()))
+    product = lambda x: jax.lax.dot_general(x, w, axes, preferred_element_type=dtype)  # noqa: E731
+    return around(product, x, scale, bias, residual, eps=eps, gated=gated)
+
+
+def around(
+    product: Callable[[jax.Array], jax.Array],  # [T, D] -> [T, F]
+    x: jax.Array,  # [T, D]
+    scale: jax.Array | None,  # [D]
+    bias: jax.Array | None,  # [F]
+    residual: jax.Array | None,  # [T, F]
+    *,
+    eps: float,
+    gated: bool,
+) -> jax.Array:  # [T, F], or [T, F / 2]
+    """A product and what stands around it, as in api.fused_matmul."""
     x = x if scale is None else rms_normalize(x, eps) * scale
-    y = jax.lax.dot_general(x, w, (((1,), (1 if transposed else 0,)), ((), ())), preferred_element_type=dtype)
+    y = product(x)
     y = y if bias is None else y + bias
     y = y if residual is None else y + residual
     return silu_gated(y) if gated else y
